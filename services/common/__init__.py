@@ -1,0 +1,4 @@
+"""What must be identical in every service: hashing, ids, lifecycle, RPC, discovery, events, telemetry.
+
+Nothing here decides anything, and nothing used by one service alone belongs here.
+"""

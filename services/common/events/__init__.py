@@ -1,0 +1,1 @@
+"""Numbered event streams over ZMQ: publisher, subscriber with gap detection, snapshot join."""

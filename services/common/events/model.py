@@ -1,0 +1,141 @@
+"""What workers and kvbm daemons tell routers, as plain values. Meanings and units as in events.proto."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from services.common.ids import AttemptId, BlockKey
+
+
+class Tier(IntEnum):
+    """Where a KV block lies; the numbers are those of common.proto."""
+
+    G1 = 1
+    G2 = 2
+    G3 = 3
+    G4 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks became usable in a tier, in chain order."""
+
+    tier: Tier
+    keys: Sequence[BlockKey]
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """The last copies of blocks in a tier are gone."""
+
+    tier: Tier
+    keys: Sequence[BlockKey]
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """A tier is empty now."""
+
+    tier: Tier
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdmitted:
+    """The engine took a request; `keys` are its prompt's full blocks."""
+
+    attempt_id: AttemptId
+    prompt_tokens: int
+    max_new_tokens: int
+    keys: Sequence[BlockKey] = ()
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFirstToken:
+    """A request's prefill is over."""
+
+    attempt_id: AttemptId
+    cached_tokens: int
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """A request left the engine; exactly one for each admitted."""
+
+    attempt_id: AttemptId
+    cached_tokens: int
+    output_tokens: int
+    aborted: bool = False
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """How busy an engine is."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    pending_prefill_tokens: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    steps: int = 0
+    dp_rank: int = 0
+
+
+Event = (
+    BlocksStored
+    | BlocksRemoved
+    | BlocksCleared
+    | RequestAdmitted
+    | RequestFirstToken
+    | RequestFinished
+    | LoadReport
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One envelope: `sequence` as in events.proto; no events means a heartbeat."""
+
+    publisher: str
+    incarnation: int
+    sequence: int
+    time_unix_us: int
+    events: tuple[Event, ...] = ()
+    unknown_events: int = 0
+    """Events that were dropped because their kind or tier is not known to this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """A request in a snapshot."""
+
+    admitted: RequestAdmitted
+    decoding: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TierBlocks:
+    """All blocks of one tier and rank in a snapshot, in no particular order."""
+
+    tier: Tier
+    keys: Sequence[BlockKey]
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A publisher's state at one sequence of its stream."""
+
+    publisher: str
+    incarnation: int
+    sequence: int
+    blocks: tuple[TierBlocks, ...] = ()
+    requests: tuple[RunningRequest, ...] = ()
+    load: LoadReport | None = None

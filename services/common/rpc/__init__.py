@@ -1,0 +1,1 @@
+"""gRPC as every service speaks it: one server factory, one channel factory, one error mapping."""

@@ -1,0 +1,92 @@
+"""Structured logs on stderr: one JSON object a line (or text for people), request ids from context, no secrets."""
+
+import logging
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import structlog
+
+_SECRET_KEYS = re.compile(
+    r"authorization|password|secret|api[-_]?key|cookie|(^|_)token$", re.IGNORECASE
+)
+_BEARER = re.compile(r"(?i)\b(bearer\s+|sk-)[A-Za-z0-9._~+/=-]{4,}")
+REDACTED = "[redacted]"
+
+
+def redact(value: Any) -> Any:
+    """`value` without secrets: values of secret keys, bearer tokens and API keys inside strings."""
+    if isinstance(value, str):
+        return _BEARER.sub(lambda m: m.group(1) + REDACTED, value)
+    if isinstance(value, Mapping):
+        return {
+            k: REDACTED if isinstance(k, str) and _SECRET_KEYS.search(k) else redact(v)
+            for k, v in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact(v) for v in value]
+    return value
+
+
+def _redact_event(_: Any, __: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    return dict(redact(event))
+
+
+def setup_logging(service: str, *, level: str = "info", fmt: str = "json") -> None:
+    """Configures structlog and the standard library's logging alike. Call once, first thing."""
+    numeric = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
+    shared: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        _redact_event,
+    ]
+    renderer: structlog.types.Processor = (
+        structlog.processors.JSONRenderer()
+        if fmt == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+
+    def add_service(_: Any, __: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+        event.setdefault("service", service)
+        return event
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                add_service,
+                renderer,
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(numeric)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger: `log.info("event words", key=value)`."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+bind_context = structlog.contextvars.bound_contextvars
+"""`with bind_context(request_id=...)`: adds keys to every line logged inside."""
