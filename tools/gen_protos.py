@@ -1,4 +1,4 @@
-"""Generates the protobuf code under services/gen from protos/; `--check` only says whether it is current."""
+"""Generates services/gen from protos/; `--check` only says whether it is current."""
 
 import argparse
 import filecmp

@@ -1,0 +1,73 @@
+# Everything a developer or CI does here. `make help` lists the targets.
+# PYTHON names another Python 3.11; ARGS is passed on to the command of the target.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+BIN := .venv/bin
+ARGS ?=
+CHAT ?= What is the capital of Japan?
+N ?= 20
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-run up down test test-fast e2e chaos lint format type protos contracts check bench lock compose-test clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Install everything, development tools included, into .venv (at once when current)
+	@$(PYTHON) tools/setup.py --set dev
+
+setup-run:
+	@$(PYTHON) tools/setup.py --set cpu
+
+up: setup-run ## Start a cluster on this machine, ask one question, stay (ARGS=--detach: return)
+	@$(BIN)/forebay up --chat "$(CHAT)" $(ARGS)
+
+down: ## Stop a detached cluster
+	@$(BIN)/forebay down $(ARGS)
+
+test: setup ## All tests, the end-to-end ones on the real engine included
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: setup ## All tests but those on the real engine
+	$(BIN)/python -m pytest -m "not engine" $(ARGS)
+
+e2e: setup ## The end-to-end tests alone
+	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+chaos: setup ## The tests that kill, stop and cut processes, N times each (N=20)
+	FOREBAY_CHAOS_REPEAT=$(N) $(BIN)/python -m pytest -m chaos $(ARGS)
+
+lint: setup ## Formatting, lint rules, protobuf style
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
+	tools/buf_breaking.sh
+
+format: setup ## Bring Python and protobuf files into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	cd protos && ../$(BIN)/buf format --write
+
+type: setup ## mypy --strict
+	$(BIN)/mypy
+
+contracts: setup ## Who may import whom
+	$(BIN)/lint-imports
+
+protos: setup ## Generate services/gen from protos/
+	$(BIN)/python tools/gen_protos.py
+
+check: lint type contracts ## All static checks, the generated code's freshness included
+	$(BIN)/python tools/gen_protos.py --check
+
+bench: setup ## Added latency and CPU of the gateway, router decisions a second
+	$(BIN)/python -m benchmarks.gateway $(ARGS)
+
+lock: setup ## Compile requirements/lock-*.txt anew (ARGS=--upgrade: newest versions)
+	$(BIN)/python -m tools.lock $(ARGS)
+
+compose-test: ## Build the images, run compose.yaml for real, kill a worker, tear down (needs root)
+	tools/compose_test.sh
+
+clean: ## Remove .venv and what tools left behind
+	rm -rf .venv .forebay build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
