@@ -1,0 +1,1 @@
+"""The outside world of the gateway, one file for each thing."""

@@ -1,0 +1,1 @@
+"""The gateway's decisions, pure: what a request means, how text becomes of tokens, when it ends."""
