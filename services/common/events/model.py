@@ -1,4 +1,7 @@
-"""What workers and kvbm daemons tell routers, as plain values. Meanings and units as in events.proto."""
+"""What workers and kvbm daemons tell routers, as plain values.
+
+Meanings and units as in events.proto.
+"""
 
 from __future__ import annotations
 
@@ -110,6 +113,11 @@ class Batch:
     events: tuple[Event, ...] = ()
     unknown_events: int = 0
     """Events that were dropped because their kind or tier is not known to this version."""
+
+    @property
+    def is_heartbeat(self) -> bool:
+        """Whether it only tells the last number, and takes none itself."""
+        return not self.events and not self.unknown_events
 
 
 @dataclass(frozen=True, slots=True)
