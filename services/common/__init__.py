@@ -1,4 +1,5 @@
-"""What must be identical in every service: hashing, ids, lifecycle, RPC, discovery, events, telemetry.
+"""What must be identical in every service.
 
-Nothing here decides anything, and nothing used by one service alone belongs here.
+Hashing, ids, settings, lifecycle, RPC, discovery, events, telemetry. Nothing here decides
+anything, and nothing used by one service alone belongs here.
 """

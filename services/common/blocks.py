@@ -1,8 +1,8 @@
 """The block hash: the engine's own chain of full KV blocks, computed without the engine.
 
-h_0 = sha256(cbor("vllm-none-hash")), h_i = sha256(cbor((h_{i-1}, tokens_i, extra_i))), with canonical
-CBOR (RFC 8949, 4.2.1). `extra` is None, or a tuple of the adapter's ("lora", name, path) on every
-block, then ("cache_salt", salt) on the first block only. Equal to vLLM 0.32 with
+h_0 = sha256(cbor("vllm-none-hash")), h_i = sha256(cbor((h_{i-1}, tokens_i, extra_i))), with
+canonical CBOR (RFC 8949, 4.2.1). `extra` is None, or a tuple of the adapter's ("lora", name, path)
+on every block, then ("cache_salt", salt) on the first block only. Equal to vLLM 0.32 with
 prefix_caching_hash_algo="sha256_cbor" (tests/contract/test_block_hash.py holds it to that).
 """
 

@@ -1,4 +1,4 @@
-"""Domain forms of what discovery tells: model cards, instances, holders; and their way to and from protobuf."""
+"""Model cards, instances, holders: what discovery tells, as plain values and as protobuf."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter served beside its base model: its name, path (part of the hash) and weights' SHA-256."""
+    """An adapter served beside its base model: name, path (part of the hash), weights' SHA-256."""
 
     name: str
     path: str
@@ -200,7 +200,7 @@ def role_to_proto(role: Role) -> pb.Role.ValueType:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What a process says of itself in discovery; field meanings as in common.proto's InstanceRecord."""
+    """What a process says of itself in discovery; fields as in common.proto's InstanceRecord."""
 
     id: str
     kind: InstanceKind

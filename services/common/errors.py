@@ -1,4 +1,4 @@
-"""The error tree that crosses services. Each error knows its gRPC code and its machine-readable reason.
+"""The error tree that crosses services. Each error knows its gRPC code and a reason for programs.
 
 ForebayError
   InvalidRequest        INVALID_ARGUMENT     the caller's mistake; `field` names the place
@@ -18,8 +18,8 @@ import grpc
 class ForebayError(Exception):
     """Base of all errors that a caller may see.
 
-    `reason` is an UPPER_SNAKE word that programs compare; `message` is for people and holds no prompt
-    text and no secrets; `metadata` travels in ErrorInfo.
+    `reason` is an UPPER_SNAKE word that programs compare; `message` is for people and holds no
+    prompt text and no secrets; `metadata` travels in ErrorInfo.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN

@@ -1,4 +1,4 @@
-"""A process's life: start, ready, drain, stop. One call runs a service's `main` on uvloop with signals wired.
+"""A process's life: start, ready, drain, stop. `run` is the whole of a service's `__main__`.
 
 The first SIGTERM or SIGINT asks for a drain, the second ends the process at once.
 """
@@ -42,7 +42,7 @@ class Lifecycle:
         return self._stop.is_set()
 
     def ready(self, instance: Instance | None = None, ready_file: str = "") -> None:
-        """Says that requests are welcome; writes `ready_file` (atomically) with the addresses when named."""
+        """Says that requests are welcome; writes `ready_file` (atomically) when one is named."""
         if not self.stopping:
             self.phase = Phase.READY
         if instance is not None:
@@ -75,7 +75,7 @@ class Lifecycle:
 
 
 def run(main: Callable[[Lifecycle], Awaitable[None]]) -> int:
-    """Runs `main` to its end and returns the exit code; a ForebayError ends it with a message and 1.
+    """Runs `main` on uvloop and returns the exit code; a ForebayError means a message and 1.
 
     `main` serves until `lifecycle.wait_stop()` returns, drains, closes what it opened, and returns.
     """

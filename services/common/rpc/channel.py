@@ -1,4 +1,4 @@
-"""The gRPC channel every client uses: keepalive, limits, quick reconnects, trace context in metadata."""
+"""The gRPC channel every client uses: keepalive, limits, quick reconnects, trace context."""
 
 import grpc
 

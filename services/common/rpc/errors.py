@@ -1,6 +1,7 @@
 """Errors over gRPC: ForebayError <-> status code with google.rpc.ErrorInfo (domain "forebay").
 
-The interceptor is the only place where a domain error becomes a status; `translate` the only way back.
+The interceptor is the only place where a domain error becomes a status; `translate` the only way
+back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -32,27 +34,38 @@ def to_status(exc: ForebayError) -> Any:
 
 
 def translate(exc: grpc.RpcError) -> ForebayError:
-    """The domain error that a failed call stands for; its reason is the server's, or the code's name."""
+    """The domain error that a failed call stands for.
+
+    Its reason is the server's; the code's name when the server gave none (or never answered).
+    """
     code = exc.code()
     message = exc.details() or code.name
     reason, metadata = code.name, dict[str, str]()
-    status = rpc_status.from_call(exc)
+    try:
+        status = rpc_status.from_call(exc)
+    except (ValueError, DecodeError):
+        # Something between us and the server changed code or message; those still count.
+        status = None
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN:
             reason, metadata = info.reason, dict(info.metadata)
     cls = error_class(code)
     if cls is InvalidRequest:
-        return InvalidRequest(message, field=metadata.get("field", ""), reason=reason)
-    if cls is Overloaded:
-        return Overloaded(
-            message, reason=reason, retry_after_s=float(metadata.get("retry_after_s", 0))
+        return InvalidRequest(
+            message, field=metadata.get("field", ""), reason=reason, metadata=metadata
         )
+    if cls is Overloaded:
+        try:
+            retry_after_s = float(metadata.get("retry_after_s", 0))
+        except ValueError:
+            retry_after_s = 0.0
+        return Overloaded(message, reason=reason, retry_after_s=retry_after_s)
     return cls(message, reason=reason, metadata=metadata)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns ForebayError into its status, anything else into INTERNAL with a log line and no detail."""
+    """Turns ForebayError into its status, all else into INTERNAL with a log line and no detail."""
 
     async def intercept_service(
         self,

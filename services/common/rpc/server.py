@@ -14,6 +14,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import Unavailable
+from services.common.net import host_port
 from services.common.rpc.errors import ErrorInterceptor
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -34,7 +35,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service of a server: its full name, the generated `add_..._to_server`, and the servicer."""
+    """One service of a server: full name, generated `add_..._to_server`, and the servicer."""
 
     name: str
     add: Callable[[Any, Any], None]
@@ -84,10 +85,10 @@ async def rpc_server(
         server,
     )
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_insecure_port(host_port(host, port))
     except RuntimeError as exc:
         raise Unavailable(
-            f"gRPC port {host}:{port} can't be opened; is another process using it?",
+            f"gRPC port {host_port(host, port)} can't be opened; is another process using it?",
             reason="PORT_TAKEN",
         ) from exc
     running = RpcServer(bound, names, health)

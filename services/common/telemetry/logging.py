@@ -1,4 +1,4 @@
-"""Structured logs on stderr: one JSON object a line (or text for people), request ids from context, no secrets."""
+"""Structured logs on stderr: one JSON object a line (or text), context ids, no secrets."""
 
 import logging
 import re
@@ -11,22 +11,39 @@ import structlog
 _SECRET_KEYS = re.compile(
     r"authorization|password|secret|api[-_]?key|cookie|(^|_)token$", re.IGNORECASE
 )
-_BEARER = re.compile(r"(?i)\b(bearer\s+|sk-)[A-Za-z0-9._~+/=-]{4,}")
+_BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+|sk-)[A-Za-z0-9._~+/=-]{4,}")
+_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 REDACTED = "[redacted]"
 
 
 def redact(value: Any) -> Any:
     """`value` without secrets: values of secret keys, bearer tokens and API keys inside strings."""
     if isinstance(value, str):
-        return _BEARER.sub(lambda m: m.group(1) + REDACTED, value)
+        value = _BEARER.sub(rf"\1{REDACTED}", value)
+        return _URL_PASSWORD.sub(rf"\1{REDACTED}@", value)
+    if isinstance(value, bytes):
+        return redact(value.decode(errors="replace"))
     if isinstance(value, Mapping):
         return {
-            k: REDACTED if isinstance(k, str) and _SECRET_KEYS.search(k) else redact(v)
+            k: REDACTED if isinstance(k, str) and _secret(k) else redact(v)
             for k, v in value.items()
         }
     if isinstance(value, list | tuple):
+        if len(value) == 2 and isinstance(value[0], str | bytes) and _secret(redact(value[0])):
+            # A header, as gRPC metadata and ASGI have them.
+            return [redact(value[0]), REDACTED]
         return [redact(v) for v in value]
     return value
+
+
+def _secret(key: str) -> bool:
+    return _SECRET_KEYS.search(key) is not None
+
+
+def _redact_line(_: Any, __: str, line: str) -> str:
+    """What only shows when values are turned into text, such as an object's repr."""
+    text: str = redact(line)
+    return text
 
 
 def _redact_event(_: Any, __: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
@@ -64,12 +81,16 @@ def setup_logging(service: str, *, level: str = "info", fmt: str = "json") -> No
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 add_service,
                 renderer,
+                _redact_line,
             ],
         )
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(numeric)
+    # They tell at debug level what their own developers want to know.
+    for noisy in ("asyncio", "grpc", "grpc._cython"):
+        logging.getLogger(noisy).setLevel(max(numeric, logging.INFO))
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -15,6 +15,7 @@ from prometheus_client import (
 )
 
 from services.common.errors import Unavailable
+from services.common.net import host_port
 
 
 def new_registry() -> CollectorRegistry:
@@ -33,7 +34,8 @@ def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterato
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as exc:
         raise Unavailable(
-            f"metrics port {host}:{port} can't be opened: {exc.strerror}", reason="PORT_TAKEN"
+            f"metrics port {host_port(host, port)} can't be opened: {exc.strerror}",
+            reason="PORT_TAKEN",
         ) from exc
     try:
         yield server.server_port

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans across processes: W3C context in, W3C context out, OTLP export when configured.
+"""OpenTelemetry spans across processes: W3C context in and out, OTLP export when configured.
 
 Without an endpoint no span is recorded, but a client's trace context still travels through.
 """
@@ -20,7 +20,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 @contextmanager
 def tracing(service: str, instance_id: str, endpoint: str) -> Iterator[trace.Tracer]:
-    """The process's tracer; flushes what is buffered at the end. `endpoint` empty: records nothing."""
+    """The process's tracer; flushes at the end. `endpoint` empty: records nothing."""
     if not endpoint:
         yield NoOpTracerProvider().get_tracer("forebay")
         return
@@ -46,7 +46,7 @@ def extract(carrier: Mapping[str, str]) -> Context:
 
 
 def inject(context: Context | None = None) -> dict[str, str]:
-    """`traceparent` (and `tracestate`) of `context`, by default the current one; empty without a trace."""
+    """`traceparent` (and `tracestate`) of `context` (the current one); empty without a trace."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context)
     return carrier
