@@ -1,0 +1,146 @@
+"""What the router core is asked and what it answers, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.common.ids import AttemptId
+from services.router.core.cost import Candidate, Score
+from services.router.core.index import Digest
+from services.router.core.load import LoadView
+from services.router.core.policies import PolicyName
+from services.router.core.workers import HolderId, WorkerInfo, WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A request to be placed. `keys` are those of its full blocks of `block_size` tokens."""
+
+    model: str
+    """Model or adapter name."""
+    prompt_tokens: int
+    keys: Sequence[int]
+    block_size: int
+    excluded: frozenset[str] = frozenset()
+    """Worker ids that will not do."""
+    pinned: str = ""
+    """If set, the only worker id that will do."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels a worker must carry."""
+    sequences: int = 1
+    """Sequences that will run on the placement."""
+
+
+class Bar(StrEnum):
+    """Why a worker is not in choice for a request."""
+
+    OTHER_MODEL = "serves another model"
+    OTHER_BLOCK_SIZE = "has another block size"
+    TOO_LONG = "its context is too short for the prompt"
+    PREFILL_ONLY = "only prefills"
+    DRAINING = "is draining"
+    UNREACHABLE = "refused a connection"
+    EXCLUDED = "excluded by the request"
+    NOT_PINNED = "the request is pinned to another worker"
+    LABELS = "lacks a label that the request asks for"
+    SUSPECT = "silent, and others are there"
+
+
+class RefusalKind(StrEnum):
+    """Kinds of refusal."""
+
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    NO_WORKER = "NO_WORKER"
+    WRONG_BLOCK_SIZE = "WRONG_BLOCK_SIZE"
+    PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why there is no placement; `message` is for people."""
+
+    kind: RefusalKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decision, booked under its attempt id."""
+
+    attempt_id: AttemptId
+    holder: HolderId
+    address: str
+    predicted_cached_tokens: int
+    """Prompt tokens that the worker's engine will report as cached."""
+    predicted_ttft_s: float
+    """0 when the policy predicts none."""
+    policy: PolicyName
+    score: Score
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """How one worker fared. `candidate` and `score` are None for those not in choice."""
+
+    holder: HolderId
+    candidate: Candidate | None = None
+    score: Score | None = None
+    chosen: bool = False
+    bar: Bar | None = None
+    reason: str = ""
+    """Why it was not chosen, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scorecard:
+    """All workers for one request, best first, those not in choice last."""
+
+    policy: PolicyName
+    prompt_tokens: int
+    prompt_blocks: int
+    workers: tuple[Scored, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request that this router placed went: what was predicted, what the engine did."""
+
+    holder: HolderId
+    attempt_id: AttemptId
+    prompt_tokens: int
+    predicted_cached_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """A worker's rank as the router sees it."""
+
+    info: WorkerInfo
+    holder: HolderId
+    status: WorkerStatus
+    load: LoadView
+    indexed_blocks: int
+    sequence: int
+    silence_s: float
+    placements: int
+    prompt_tokens: int
+    """Sum over its finished requests since this router started; so is `cached_tokens`."""
+    cached_tokens: int
+    prefill_rate: float
+    has_record: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """Figures of the index. Digests are of G1, with the sequence up to which they hold."""
+
+    blocks: int
+    entries: int
+    capacity_entries: int
+    refused_entries: int
+    events: int
+    unknown_events: int
+    digests: tuple[tuple[HolderId, int, Digest], ...]
