@@ -1,9 +1,9 @@
-"""A tiny random model for tests of exactness: real files, real tokenizer, built in a second, no download.
+"""A tiny random model for tests of exactness: real files, a real tokenizer, built in a second.
 
 A plainly initialised random model repeats one token whatever it reads, and so hides a wrong or a
 missing KV block. This one is context-sensitive: Qwen3's q/k norms make attention sharp, the head is
-untied, and the weights are float32, so that greedy text is the same in every batch. Its tokenizer is
-a byte-level BPE of 2,048 ids: random output is full of half characters, as detokenizers need.
+untied, and the weights are float32, so that greedy text is the same in every batch. Its tokenizer
+is a byte-level BPE of 2,048 ids: random output is full of half characters, as detokenizers need.
 
 Greedy output never holds an end token by chance (their logits are 0); `logit_bias` can force one.
 """
@@ -56,7 +56,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_model(cache_dir: Path) -> Path:
-    """The model's folder under `cache_dir`; built at the first call, by renaming, so that several may call."""
+    """The model's folder under `cache_dir`; built at the first call; many may ask at once."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     target = cache_dir / f"tiny-{digest}"
     if target.exists():
@@ -78,7 +78,7 @@ def tiny_model(cache_dir: Path) -> Path:
 
 
 def default_cache_dir() -> Path:
-    """Where test models are kept between runs: FOREBAY_TEST_CACHE, or a folder of the user's cache."""
+    """Where test models are kept between runs: FOREBAY_TEST_CACHE, or the user's cache."""
     home = os.environ.get("FOREBAY_TEST_CACHE")
     return Path(home) if home else Path.home() / ".cache" / "forebay-tests"
 

@@ -1,0 +1,27 @@
+"""Fixtures and hooks for all tests. Each test has its own event loop; nothing here starts one."""
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from tests.models import default_cache_dir, tiny_model
+
+LOGS = pytest.StashKey[Callable[[], list[tuple[str, str]]]]()
+"""On an item: gives (title, text) sections for its report when it fails."""
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path() -> Path:
+    """Folder of the tiny random model."""
+    return tiny_model(default_cache_dir())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and (collect := item.stash.get(LOGS, None)):
+        report.sections.extend(collect())
+    return report
