@@ -1,0 +1,321 @@
+"""Router, etcd and event streams fail: clients see nothing, and what was known comes back."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from forebay.events.v1 import events_pb2
+from forebay.worker.v1 import worker_pb2
+
+from tests.support.client import (
+    RouterClient,
+    WorkerClient,
+    cached_tokens,
+    chat_body,
+    http_client,
+    metric,
+)
+from tests.support.cluster import MODEL, Cluster
+from tests.support.errors import openai_error
+from tests.support.etcd import Etcd
+from tests.support.polling import until
+from tests.support.proxies import EventProxy, proxy_flags, worker_proxies
+from tests.support.words import prose
+
+pytestmark = pytest.mark.chaos
+
+CHAT = "/v1/chat/completions"
+OUTAGE_S = 20.0
+"""How long etcd is away: past every lease in the cluster."""
+
+
+async def truths(cluster: Cluster) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name in ("worker-0", "worker-1"):
+        async with WorkerClient(cluster.ready(name).address) as worker:
+            found[name] = await worker.digest()
+    return found
+
+
+@asynccontextmanager
+async def steady_load(client: httpx.AsyncClient, clients: int = 3) -> AsyncIterator[list[float]]:
+    """Requests one after the other from several clients; at the end none may have failed.
+
+    Yields the list of their durations, which grows.
+    """
+    stop = asyncio.Event()
+    durations: list[float] = []
+
+    async def one(number: int) -> None:
+        i = 0
+        while not stop.is_set():
+            i += 1
+            started = time.monotonic()
+            text = prose(random.Random(number * 10_000 + i).randrange(50), 40)
+            response = await client.post(CHAT, json=chat_body(MODEL, text, max_tokens=8))
+            assert response.status_code == 200, response.text
+            durations.append(time.monotonic() - started)
+            await asyncio.sleep(0.05)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(clients):
+            group.create_task(one(number))
+        try:
+            yield durations
+        finally:
+            stop.set()
+
+
+async def test_restart_the_router(
+    cluster: Cluster, client: httpx.AsyncClient, repetition: int
+) -> None:
+    prompt = chat_body(MODEL, prose(11_000 + repetition, 250), max_tokens=2)
+    first = await client.post(CHAT, json=prompt)
+    holder = first.headers["x-forebay-worker"]
+    async with steady_load(client):
+        cluster["router-0"].kill()
+        await asyncio.sleep(0.5)
+        cluster["router-0"].start()
+        ready = await cluster["router-0"].until_ready()
+    started = time.monotonic()
+    async with RouterClient(ready.address) as router:
+
+        async def index_is_right() -> bool:
+            return await router.digests() == await truths(cluster)
+
+        await until(index_is_right, within_s=2, what="index that equals the workers' truth")
+
+        async def hit() -> tuple[str, int, int]:
+            again = await client.post(CHAT, json=prompt)
+            return (
+                again.headers["x-forebay-worker"],
+                int(again.headers["x-forebay-predicted-cached-tokens"]),
+                cached_tokens(again.json()["usage"]),
+            )
+
+        worker, predicted, real = await until(
+            hit,
+            lambda seen: seen[1] > 0,
+            within_s=max(0.2, 2 - (time.monotonic() - started)),
+            what="predicted hit",
+        )
+    assert worker == holder and abs(predicted - real) <= 32 and real > 200
+
+
+async def test_no_router_means_least_loaded(
+    cluster: Cluster, client: httpx.AsyncClient, repetition: int
+) -> None:
+    address = cluster.ready("gateway-0").metrics_address
+    name = "forebay_gateway_fallback_placements_total"
+    before = await metric(address, name)
+    async with steady_load(client) as durations:
+        cluster["router-0"].kill()
+        seen = len(durations)
+        await until(
+            lambda: metric(address, name),
+            lambda n: n > before,
+            within_s=5,
+            what="placements without a router",
+        )
+        served: set[str] = set()
+        for burst in range(3):
+            answers = await asyncio.gather(
+                *(
+                    client.post(CHAT, json=chat_body(MODEL, f"{burst} {i}", max_tokens=20))
+                    for i in range(8)
+                )
+            )
+            assert all(a.status_code == 200 for a in answers)
+            served |= {a.headers["x-forebay-worker"] for a in answers}
+        assert served == {"worker-0", "worker-1"}, "load is shared without a router as well"
+        assert len(durations) > seen
+        assert max(durations[seen:]) < 5
+
+
+async def test_no_worker_is_a_503_with_retry_after(cluster: Cluster) -> None:
+    cluster.start_gateway("gateway-alone", cluster="empty")
+    await cluster["gateway-alone"].until_ready()
+    async with http_client(cluster.url("gateway-alone")) as client:
+        for stream in (False, True):
+            body = chat_body(MODEL, "hi", max_tokens=2, stream=stream)
+            response = await client.post(CHAT, json=body)
+            assert response.status_code == 503, response.text
+            openai_error(response)
+            assert int(response.headers["retry-after"]) >= 1
+        assert (await client.get("/v1/models")).json()["data"] == []
+        assert (await client.get("/live")).status_code == 200
+
+
+async def test_stop_etcd(
+    cluster: Cluster,
+    client: httpx.AsyncClient,
+    router: RouterClient,
+    etcd: Etcd,
+    repetition: int,
+) -> None:
+    """Every second time it comes back empty."""
+    records = set(etcd.keys("/forebay/"))
+    assert len(records) == 4
+    workers = {w: v.worker.incarnation for w, v in (await router.workers()).items()}
+    indexed = {w: v.indexed_blocks for w, v in (await router.workers()).items()}
+    async with steady_load(client) as durations:
+        etcd.kill()
+        stopped = time.monotonic()
+        try:
+            while time.monotonic() < stopped + OUTAGE_S:
+                await all_there(router, workers)
+                await asyncio.sleep(0.2)
+            assert len(durations) > 20, "serving went on"
+        finally:
+            if repetition % 2:
+                etcd.wipe()
+            await asyncio.to_thread(etcd.start)
+
+        async def registered() -> set[str]:
+            await all_there(router, workers)
+            return set(await asyncio.to_thread(etcd.keys, "/forebay/"))
+
+        await until(
+            registered, lambda k: k == records, within_s=10, what="all records", every_s=0.2
+        )
+        # Beyond the end of every old lease, should etcd have kept them.
+        again = time.monotonic()
+        while time.monotonic() < again + 4:
+            assert await registered() == records
+            await asyncio.sleep(0.2)
+        assert max(durations) < 5
+    after = await router.workers()
+    assert all(after[w].indexed_blocks >= indexed[w] * 0.9 for w in indexed), "blocks were kept"
+
+
+async def all_there(router: RouterClient, incarnations: dict[str, int]) -> None:
+    """Nobody was removed, or replaced by a new life of itself."""
+    seen = {w: v.worker.incarnation for w, v in (await router.workers()).items()}
+    assert seen == incarnations
+
+
+def has_events(envelope: bytes) -> bool:
+    return bool(events_pb2.Envelope.FromString(envelope).events)
+
+
+@pytest.fixture(scope="module")
+def lossy(session_cluster: Cluster) -> Iterator[EventProxy]:
+    """A third worker, which others reach through proxies only."""
+    with worker_proxies() as (tcp, events):
+        session_cluster.start_worker("worker-lossy", **proxy_flags(tcp, events))
+        session_cluster.keep("worker-lossy")
+        session_cluster["worker-lossy"].wait_ready()
+        yield events
+        session_cluster.forget("worker-lossy")
+
+
+class Lossy:
+    """What the tests do with the third worker."""
+
+    def __init__(self, worker: WorkerClient, router: RouterClient, proxy: EventProxy) -> None:
+        self.worker, self.router, self.proxy = worker, router, proxy
+        self.count = 0
+
+    async def work(self, requests: int) -> None:
+        """Fills blocks: each request has a prompt of its own."""
+        for _ in range(requests):
+            self.count += 1
+            rng = random.Random(self.count)
+            request = worker_pb2.GenerateRequest(
+                request_id=f"lossy-{self.count}-{time.monotonic_ns()}",
+                attempt_id=f"lossy-{self.count}-{time.monotonic_ns()}",
+                model=MODEL,
+                prompt_token_ids=[rng.randrange(300, 2000) for _ in range(200)],
+                sampling=worker_pb2.SamplingParams(max_tokens=4, temperature=0),
+            )
+            async for _answer in self.worker.stub.Generate(request, timeout=20):
+                pass
+
+    async def converges(self, within_s: float = 3) -> None:
+        async def both() -> tuple[tuple[int, int] | None, tuple[int, int]]:
+            indexed = (await self.router.digests()).get("worker-lossy")
+            return indexed, await self.worker.digest()
+
+        await until(both, lambda d: d[0] == d[1], within_s=within_s, what="equal index")
+
+    async def wrong(self) -> bool:
+        return (await self.router.digests()).get("worker-lossy") != await self.worker.digest()
+
+
+@pytest.fixture
+async def third(cluster: Cluster, router: RouterClient, lossy: EventProxy) -> AsyncIterator[Lossy]:
+    async with WorkerClient(cluster.ready("worker-lossy").address) as worker:
+        it = Lossy(worker, router, lossy)
+        await it.work(2)
+        await it.converges(within_s=10)
+        yield it
+        lossy.drop = lambda envelope: False
+
+
+async def test_events_lost_in_the_middle(third: Lossy, repetition: int) -> None:
+    before = await third.router.index()
+    left = 100  # row 65: a hundred messages
+
+    def drop(envelope: bytes) -> bool:
+        nonlocal left
+        if left and has_events(envelope):
+            left -= 1
+            return True
+        return False
+
+    third.proxy.drop = drop
+    dropped = third.proxy.dropped
+    await third.work(25)
+    lost = third.proxy.dropped - dropped
+    assert lost > 10
+    left = 0
+    await third.work(1)
+    await third.converges()
+    after = await third.router.index()
+    assert after.gaps > before.gaps
+    assert after.snapshots > before.snapshots
+
+
+async def test_the_last_events_lost_show_by_heartbeats(third: Lossy, repetition: int) -> None:
+    before = await third.router.index()
+    third.proxy.drop = has_events
+    await third.work(3)
+    third.proxy.drop = lambda envelope: False
+    await third.converges()  # nothing more is done: only heartbeats tell
+    after = await third.router.index()
+    assert after.gaps > before.gaps
+
+
+async def test_single_events_lost_at_random(third: Lossy, repetition: int) -> None:
+    rng = random.Random(repetition)
+    third.proxy.drop = lambda envelope: rng.random() < 0.2
+    dropped = third.proxy.dropped
+    await third.work(20)
+    assert third.proxy.dropped > dropped
+    third.proxy.drop = lambda envelope: False
+    await third.converges()
+
+
+async def test_a_silent_stream_makes_a_suspect_and_a_heard_one_clears_it(
+    third: Lossy, repetition: int
+) -> None:
+    third.proxy.drop = lambda envelope: True
+    await until(
+        third.router.workers,
+        lambda w: w["worker-lossy"].state == 3,
+        within_s=2.5,
+        what="suspect worker",
+    )
+    await third.work(2)
+    third.proxy.drop = lambda envelope: False
+    await until(
+        third.router.workers,
+        lambda w: w["worker-lossy"].state == 2,
+        within_s=2.5,
+        what="worker that is ready again",
+    )
+    await third.converges()
