@@ -8,7 +8,7 @@ CHAT ?= What is the capital of Japan?
 N ?= 20
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run up down test test-fast e2e chaos lint format type protos contracts check bench lock compose-test clean
+.PHONY: help setup setup-run up down test test-fast e2e chaos lint format type protos contracts drift check bench lock compose-test clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,7 +35,7 @@ e2e: setup ## The end-to-end tests alone
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
 chaos: setup ## The tests that kill, stop and cut processes, N times each (N=20)
-	FOREBAY_CHAOS_REPEAT=$(N) $(BIN)/python -m pytest -m chaos $(ARGS)
+	FOREBAY_CHAOS_REPEATS=$(N) $(BIN)/python -m pytest -m chaos $(ARGS)
 
 lint: setup ## Formatting, lint rules, protobuf style
 	$(BIN)/ruff format --check .
@@ -57,8 +57,10 @@ contracts: setup ## Who may import whom
 protos: setup ## Generate services/gen from protos/
 	$(BIN)/python tools/gen_protos.py
 
-check: lint type contracts ## All static checks, the generated code's freshness included
+drift: setup ## Is services/gen what protos/ gives?
 	$(BIN)/python tools/gen_protos.py --check
+
+check: lint type contracts drift ## All static checks
 
 bench: setup ## Added latency and CPU of the gateway, router decisions a second
 	$(BIN)/python -m benchmarks.gateway $(ARGS)

@@ -41,8 +41,8 @@ LOCKS = {
 }
 """Sets of requirements: gateway and router alone; a whole cluster on CPUs; that and test tools."""
 
-SYSTEM_LIBRARIES: Mapping[str, str] = {"libgomp.so.1": "libgomp1"}
-"""Shared libraries that the wheels don't bring, and the Debian packages that hold them."""
+SYSTEM_LIBRARIES = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "libstdc++6"}
+"""Shared libraries that vLLM's and torch's wheels don't bring, and Debian's packages of them."""
 
 
 def say(text: str) -> None:
