@@ -1,0 +1,1 @@
+"""`forebay up` and `forebay down`: a supervised cluster on one machine."""

@@ -1,0 +1,130 @@
+"""A supervisor in the background: `forebay up --detach` starts one and waits until it serves.
+
+The command reads what the daemon says from a pipe: changes, notes, then "ready" or "failed". The
+daemon's own output goes to logs/supervisor.log. Options travel over stdin, not over a command line.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.cli.config import child_environment
+from services.cli.errors import CliError, PortTaken, StartFailed, StateError
+from services.cli.up.options import UpOptions
+from services.cli.up.run import Cluster, StopRequests, run_cluster
+from services.cli.up.spec import ProcessView, tail
+from services.cli.up.view import PipeReporter, Reporter
+
+_ERRORS = {cls.__name__: cls for cls in (CliError, PortTaken, StartFailed, StateError)}
+
+
+def start_daemon(options: UpOptions, reporter: Reporter) -> None:
+    """Starts the daemon and returns when its cluster serves; it then lives on without us.
+
+    Raises what the daemon's start failed with. KeyboardInterrupt stops the daemon and goes on up.
+    """
+    logs = Path(options.state_dir, "logs")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise StateError(
+            f"the state directory {options.state_dir} can't be used: {exc.strerror}",
+            hint="Choose another with --state-dir.",
+        ) from exc
+    read_fd, write_fd = os.pipe()
+    with (logs / "supervisor.log").open("ab") as log, os.fdopen(read_fd, "rb") as said:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "services.cli.up.daemon",
+                str(write_fd),
+                options.state_dir,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=(write_fd,),
+            start_new_session=True,
+            env=child_environment({}),
+        )
+        os.close(write_fd)
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(options.to_json())
+        try:
+            for line in said:
+                message = json.loads(line)
+                if "ready" in message:
+                    return
+                if "failed" in message:
+                    process.wait()
+                    raise _error(message["failed"])
+                _relay(message, reporter)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+        code = process.wait()
+        raise StartFailed(
+            f"the supervisor ended before the cluster was ready (exit code {code})",
+            process="supervisor",
+            tail=tail(logs / "supervisor.log"),
+        )
+
+
+def _relay(message: dict[str, Any], reporter: Reporter) -> None:
+    if "change" in message:
+        reporter.change(msgspec.convert(message["change"], ProcessView))
+    elif "note" in message:
+        reporter.note(message["note"])
+
+
+def _error(said: dict[str, Any]) -> CliError:
+    if said["kind"] == "StartFailed":
+        return StartFailed(
+            said["message"], process=said["process"], tail=tuple(said["tail"]), hint=said["hint"]
+        )
+    return _ERRORS.get(said["kind"], CliError)(said["message"], hint=said["hint"])
+
+
+async def _main(options: UpOptions, reporter: PipeReporter) -> None:
+    stop = StopRequests()
+    stop.on_signals()
+
+    async def serve(cluster: Cluster) -> None:
+        reporter.send({"ready": True})
+        reporter.close()
+        await stop.asked.wait()
+
+    try:
+        await run_cluster(options, reporter, stop, serve)
+    except CliError as exc:
+        failed = {"kind": type(exc).__name__, "message": exc.message, "hint": exc.hint}
+        if isinstance(exc, StartFailed):
+            failed |= {"process": exc.process, "tail": list(exc.tail)}  # type: ignore[dict-item]
+        reporter.send({"failed": failed})
+        raise
+
+
+def main() -> None:
+    """The daemon: argv[1] is the pipe's descriptor, stdin holds the options."""
+    reporter = PipeReporter(int(sys.argv[1]))
+    options = UpOptions.from_json(sys.stdin.buffer.read())
+    try:
+        asyncio.run(_main(options, reporter))
+    except CliError as exc:
+        print(f"forebay: {exc.message}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

