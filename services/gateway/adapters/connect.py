@@ -1,0 +1,44 @@
+"""What both kinds of streams share: waiting for a connection, and the reason why a stream ended."""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from services.common.rpc.errors import translate
+
+
+class Unreachable(Exception):
+    """There is no connection: it was refused, broke, or took too long."""
+
+
+async def connected(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
+    """Returns when the channel is connected. Raises Unreachable at the first refusal, or after `timeout_s`."""
+    state = channel.get_state(try_to_connect=True)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while state is not grpc.ChannelConnectivity.READY:
+                if state in (
+                    grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+                    grpc.ChannelConnectivity.SHUTDOWN,
+                ):
+                    raise Unreachable(f"no connection to {address}: refused or cut")
+                await channel.wait_for_state_change(state)
+                state = channel.get_state(try_to_connect=True)
+    except TimeoutError:
+        raise Unreachable(f"no connection to {address} within {timeout_s:g} s") from None
+
+
+def why_ended(group: BaseExceptionGroup[Any], *expected: type[Exception]) -> str:
+    """Why a stream's tasks ended. Raises the group again when it holds something unexpected."""
+    known: tuple[type[Exception], ...] = (grpc.RpcError, *expected)
+    _, rest = group.split(known)
+    if rest is not None:
+        raise group
+    exc: BaseException = group
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    if isinstance(exc, grpc.RpcError):
+        error = translate(exc)
+        return f"{error.reason}: {error.message}"
+    return str(exc)

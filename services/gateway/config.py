@@ -1,0 +1,57 @@
+"""What a gateway can be told. Filled and validated once; nobody else reads the environment."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from services.common.settings import ServiceSettings, StrList, settings_config
+
+
+class GatewaySettings(ServiceSettings):
+    """Settings of a gateway: flags, FOREBAY_GATEWAY_* variables, table [gateway] of the file."""
+
+    model_config = settings_config("gateway")
+    service: ClassVar[str] = "gateway"
+
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the OpenAI API; 0 picks a free one."""
+    metrics_port: int = Field(default=8001, ge=0, le=65535)
+    """Port of /metrics; 0 picks a free one."""
+
+    max_body_bytes: int = Field(default=32 << 20, ge=1024)
+    """Largest request body in bytes; larger ones get 413 without being read."""
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest wait in seconds for a request's body to arrive; then 408."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest life of a request in seconds, from its arrival to its last byte; then 504, or an error event."""
+    sse_keep_alive_s: float = Field(default=0.0, ge=0)
+    """Seconds of silence on a stream after which a comment line is sent; 0 sends none."""
+    response_headers: bool = True
+    """Whether answers carry x-forebay-* headers (worker and cached tokens)."""
+    api_keys_file: str = ""
+    """TOML or JSON file: each key (or "sha256:" and the hex digest of one) and its tenant. Empty: no keys asked."""
+    cors_origins: StrList = ()
+    """Origins that browsers may call from, comma-separated; "*" for any. Empty: no CORS headers."""
+    max_in_flight: int = Field(default=8192, ge=1)
+    """Most requests served at once; a further one gets 503. The limit on open files should exceed it."""
+    backlog: int = Field(default=2048, ge=16)
+    """Length of the listen backlog."""
+    http_keep_alive_s: float = Field(default=75.0, gt=0)
+    """Seconds after which an idle client connection is closed."""
+    drain_notice_s: float = Field(default=0.0, ge=0)
+    """After SIGTERM: seconds of further full service while readiness already answers 503."""
+
+    max_migrations: int = Field(default=3, ge=0)
+    """How often one sequence may be carried on by another worker."""
+    router_timeout_s: float = Field(default=1.0, gt=0)
+    """Longest wait in seconds for a router's placement; then the next router, then least-loaded."""
+    router_addresses: StrList = ()
+    """Routers to use, host:port each, comma-separated. Empty: those in discovery."""
+    connect_timeout_s: float = Field(default=2.0, gt=0)
+    """Longest wait in seconds for a worker's connection when a request needs it."""
+    stall_timeout_s: float = Field(default=120.0, ge=0)
+    """Seconds without any frame from a worker that has our requests, after which they go elsewhere; 0 never.
+    Longer than the longest prefill."""
+
+    model_cache_dir: str = ""
+    """Directory for tokenizer files fetched from workers, by digest. Empty: ~/.cache/forebay/models."""

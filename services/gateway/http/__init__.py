@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's paths, shapes and status codes. Nothing here knows gRPC."""

@@ -1,0 +1,150 @@
+"""uvicorn, embedded: our own stop and drain instead of its signal handlers, and what it lacks of HTTP.
+
+The protocol class sets TCP_NODELAY, answers unparsable requests in OpenAI's error shape, and frames
+streams for HTTP/1.0 clients by closing instead of by chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent
+from uvicorn._types import Scope as AnyScope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from services.common.errors import Unavailable
+from services.gateway.errors import BadRequest
+from services.gateway.http.exchange import error_bytes
+
+_MARGIN_S = 5.0
+
+
+class Protocol(HttpToolsProtocol):
+    """One client connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Sends small writes at once: a stream's chunks must not wait for the client's ACKs."""
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().connection_made(transport)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what the parser could not read."""
+        body = error_bytes(BadRequest(msg))
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%s" % (len(body), body)
+        )
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _framed_by_close(cycle, app)
+        super()._start_asgi_task(cycle, app)
+
+
+def _framed_by_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    async def framed(scope: AnyScope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def unchunked(message: ASGISendEvent) -> None:
+            # The cycle then writes neither a chunked header nor chunk sizes, and expects just this.
+            cycle.chunked_encoding = False
+            if message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, unchunked)
+
+    return framed
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """The lifecycle owns the signals."""
+        yield
+
+
+class HttpServer:
+    """A running HTTP server. `port` is the bound one."""
+
+    def __init__(self, server: uvicorn.Server, port: int) -> None:
+        self._server = server
+        self.port = port
+
+    @property
+    def connections(self) -> int:
+        """Open client connections."""
+        return len(self._server.server_state.connections)
+
+
+def _listen(host: str, port: int, backlog: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(backlog)
+            sock.setblocking(False)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as exc:
+        raise Unavailable(
+            f"HTTP port {host}:{port} can't be opened: {exc.strerror}; is another process using it?",
+            reason="PORT_TAKEN",
+        ) from exc
+    return sock
+
+
+@asynccontextmanager
+async def http_server(
+    app: Any, host: str, port: int, *, backlog: int, keep_alive_s: float, grace_s: float
+) -> AsyncIterator[HttpServer]:
+    """Serves the ASGI app on host:port until the block ends; then running requests get `grace_s` seconds.
+
+    At the end the listener closes first, idle connections next, busy ones after their answers.
+    Raises Unavailable (PORT_TAKEN) when the port can't be had.
+    """
+    sock = _listen(host, port, backlog)
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        loop="none",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=backlog,
+        timeout_keep_alive=max(1, round(keep_alive_s)),
+        timeout_graceful_shutdown=max(1, round(grace_s + _MARGIN_S)),
+    )
+    server = _Server(config)
+    bound: int = sock.getsockname()[1]
+    task = asyncio.create_task(server.serve(sockets=[sock]), name="http-server")
+    try:
+        while not server.started:
+            if task.done():
+                task.result()
+                raise Unavailable("the HTTP server ended at its start", reason="HTTP_SERVER")
+            await asyncio.sleep(0.005)
+        yield HttpServer(server, bound)
+    finally:
+        server.should_exit = True
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise

@@ -1,0 +1,162 @@
+"""What the pipeline needs of the outside: a placement, a worker that runs a sequence, and its news."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from services.common.cards import Holder
+from services.common.errors import ForebayError, Unavailable
+from services.common.ids import AttemptId, BlockKey
+from services.gateway.core.logprobs import TokenLogprobs
+from services.gateway.core.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question for a placement. `keys` are the full blocks of prompt and prior output, `tokens` counts both."""
+
+    model: str
+    block_size: int
+    keys: Sequence[BlockKey]
+    tokens: int
+    request_id: str = ""
+    expected_output: int = 0
+    tenant: str = ""
+    priority: int = 0
+    sequences: int = 1
+    excluded: frozenset[str] = frozenset()
+
+
+class PlacedBy(StrEnum):
+    """Who decided."""
+
+    ROUTER = "router"
+    FALLBACK = "fallback"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request shall run. `attempt_id` names it in the worker's events."""
+
+    attempt_id: AttemptId
+    worker: Holder
+    address: str
+    predicted_cached_tokens: int
+    placed_by: PlacedBy
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that the gateway itself could choose, and our own sequences on it."""
+
+    worker: Holder
+    address: str
+    connected: bool
+    in_flight: int
+
+
+class Placer(Protocol):
+    """Decides which worker serves a request."""
+
+    async def place(self, ask: Ask) -> Placement:
+        """A placement. Raises Unavailable (NO_WORKER), Overloaded, NotFound."""
+        ...
+
+    def release(self, placement: Placement, *, unreachable: bool = False) -> None:
+        """Gives back a placement that never reached its worker; `unreachable`: the worker refused us."""
+        ...
+
+
+class WorkerLost(Unavailable):
+    """The connection to a worker is gone, or could not be had; what ran there may run elsewhere."""
+
+    default_reason = "WORKER_LOST"
+
+    def __init__(self, message: str, *, refused: bool = False, reason: str = "") -> None:
+        super().__init__(message, reason=reason)
+        self.refused = refused
+
+
+class Ended(StrEnum):
+    """Why the worker ended a sequence."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class News:
+    """What a worker said of one sequence since we last looked: frames merged, in order."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int | None = None
+    ended: Ended | None = None
+    stop_token_id: int | None = None
+    error: ForebayError | None = None
+    """With ERROR; or a WorkerLost, without any `ended`."""
+
+
+class Inbox:
+    """News of one client request's sequences, by their request id. One reader, on the loop's thread.
+
+    Nothing in it can grow beyond what the sequences may produce (max_tokens), so a slow reader holds up
+    nobody else.
+    """
+
+    def __init__(self) -> None:
+        self._news: dict[str, News] = {}
+        self._arrived = asyncio.Event()
+
+    def of(self, request_id: str) -> News:
+        """The news to add to, of one sequence; wakes the reader."""
+        self._arrived.set()
+        news = self._news.get(request_id)
+        if news is None:
+            news = self._news[request_id] = News()
+        return news
+
+    async def take(self) -> dict[str, News]:
+        """All that came since the last call; waits for something."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        news, self._news = self._news, {}
+        return news
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One sequence for a worker."""
+
+    request_id: str
+    attempt_id: str
+    model: str
+    prompt: Sequence[int]
+    prior: Sequence[int]
+    sampling: Sampling
+    tenant: str = ""
+    cache_salt: str = ""
+    adapter: str = ""
+    priority: int = 0
+    deadline_ms: int = 0
+    client_request_id: str = ""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """traceparent and tracestate."""
+
+
+class WorkerPool(Protocol):
+    """The sessions with all workers."""
+
+    async def start(self, placement: Placement, works: Sequence[Work], inbox: Inbox) -> None:
+        """Sends sequences to their worker, all or none; their news arrive in `inbox`. Raises WorkerLost."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Ends a sequence that runs somewhere; no news of it arrive any more. Idempotent, never blocks."""
+        ...
