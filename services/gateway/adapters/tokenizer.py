@@ -1,7 +1,9 @@
 """A model's tokenizer and chat template, from the files of its card.
 
 Equal to transformers' AutoTokenizer on the same directory (a contract test holds it to that), without
-its import of seconds. Only models with a tokenizer.json can be served.
+its import of seconds. Only models with a tokenizer.json can be served. A few of transformers' classes (Llama,
+GPT-2) build their tokenizer by rules of their own, whatever that file says: for those the folder must be
+what save_pretrained makes of it, which holds the tokenizer as the engine uses it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from services.gateway.adapters.token_bytes import TokenBytes, plan_token_bytes
 from services.gateway.core.messages import Message
@@ -57,8 +59,8 @@ class Tokenizer:
         self._bytes: dict[int, bytes | None] = {}
         self._template = template
         self.special_tokens = dict(special_tokens)
+        # Its queue is bounded by the requests that wait for it, one text each.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
-        # Encoding in the pool: no more texts wait than clients do, since each waiter is one request.
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -87,9 +89,8 @@ class Tokenizer:
         }
         special = _special_tokens(config)
         _add_missing_tokens(backend, config, special)
-        if "add_bos_token" in config or "add_eos_token" in config:
-            _set_frame(backend, config, special)
-        # As for the engine: a stored decoder that strips blanks is not followed, text is kept exact.
+        # add_bos_token and add_eos_token are not looked at, just as transformers does: where there is a
+        # tokenizer.json, its post-processor alone says what stands round a text.
         template_source = _template_source(directory, config)
         template = ChatTemplate(template_source, special) if template_source else None
         return cls(backend, plan_token_bytes(json.loads(source).get("decoder")), template, special)
@@ -134,7 +135,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; for a rendered chat pass add_special_tokens=False."""
-        return self._backend.encode_fast(text, add_special_tokens=add_special_tokens).ids
+        # The batch form computes no offsets, which nobody reads here.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """As encode; long texts are encoded off the loop, in few threads (the library frees the GIL).
@@ -252,19 +256,6 @@ def _by_id(stored: object) -> list[tuple[int, dict[str, Any]]]:
         for token_id, entry in stored.items()
         if str(token_id).isdigit() and isinstance(entry, dict) and "content" in entry
     ]
-
-
-def _set_frame(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any]
-) -> None:
-    """Puts BOS and EOS round every text as the configuration asks, whatever tokenizer.json says."""
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    frame = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
-    used = [(t, backend.token_to_id(t)) for t in (bos, eos) if t]
-    backend.post_processor = processors.TemplateProcessing(
-        single=frame, pair=[*frame, "$B:1"], special_tokens=used
-    )
 
 
 def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
