@@ -92,6 +92,8 @@ class RouteRequest(_message.Message):
     REQUIRED_LABELS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-visible request id, for logs; set by the gateway. May be empty."""
     model: _builtins.str
@@ -114,6 +116,10 @@ class RouteRequest(_message.Message):
     """Higher goes first; 0 is ordinary."""
     sequences: _builtins.int
     """Number of sequences that will run on the placement (OpenAI's n); 0 means 1."""
+    traceparent: _builtins.str
+    """W3C trace context, since a stream carries many requests. Empty: the call's own, if any."""
+    tracestate: _builtins.str
+    """W3C trace state; may be empty."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Low 64 bits of the hashes of the prompt's full blocks, in chain order. Set by gateways."""
@@ -147,10 +153,12 @@ class RouteRequest(_message.Message):
         required_labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         priority: _builtins.int = ...,
         sequences: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size_tokens", b"block_size_tokens", "cache_salt", b"cache_salt", "excluded_workers", b"excluded_workers", "expected_output_tokens", b"expected_output_tokens", "model", b"model", "pinned_worker", b"pinned_worker", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "required_labels", b"required_labels", "sequences", b"sequences", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size_tokens", b"block_size_tokens", "cache_salt", b"cache_salt", "excluded_workers", b"excluded_workers", "expected_output_tokens", b"expected_output_tokens", "model", b"model", "pinned_worker", b"pinned_worker", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "required_labels", b"required_labels", "sequences", b"sequences", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""The router's outside: discovery, workers' event streams, metrics."""

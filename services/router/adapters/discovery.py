@@ -1,0 +1,81 @@
+"""Workers' discovery records: read, translated, handed to the core and to the followers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from services.common.cards import Instance, InstanceKind
+from services.common.discovery import DiscoveryEvent, Gone, Synced, Up
+from services.common.telemetry.logging import get_logger
+from services.router.adapters.events import Followers
+from services.router.core.placement import RouterCore
+from services.router.core.workers import WorkerInfo, WorkerRole
+from services.router.ports import Clock
+
+log = get_logger(__name__)
+
+
+class Watcher(Protocol):
+    """The part of discovery that is needed."""
+
+    def watch(self, kind: InstanceKind | None = None) -> AsyncIterator[DiscoveryEvent]:
+        """Records and their changes, without end."""
+
+
+def worker_info(instance: Instance) -> WorkerInfo:
+    """A worker's record in the core's words. Raises ValueError when it can't be routed to."""
+    card = instance.card
+    if card is None or not card.model or not card.block_size:
+        raise ValueError("it has no model card with a model and a block size")
+    if not instance.incarnation:
+        raise ValueError("its incarnation is 0")
+    return WorkerInfo(
+        id=instance.id,
+        incarnation=instance.incarnation,
+        address=instance.address,
+        model=card.model,
+        block_size=card.block_size,
+        total_blocks=card.total_blocks,
+        max_model_len=card.max_model_len,
+        vocab_size=card.vocab_size,
+        adapters={a.name: a.path for a in card.adapters},
+        labels=dict(instance.labels),
+        role=WorkerRole(instance.role.value),
+        draining=instance.draining,
+        dp_size=instance.dp_size,
+    )
+
+
+async def watch_workers(
+    discovery: Watcher,
+    core: RouterCore,
+    followers: Followers,
+    clock: Clock,
+    synced: asyncio.Event,
+) -> None:
+    """Carries records into the core for ever; sets `synced` when the first list is complete."""
+    async for event in discovery.watch(InstanceKind.WORKER):
+        match event:
+            case Up(instance=instance):
+                try:
+                    info = worker_info(instance)
+                except ValueError as exc:
+                    log.warning("worker record ignored", worker=instance.id, why=str(exc))
+                    continue
+                log.info(
+                    "worker record",
+                    worker=info.id,
+                    incarnation=info.incarnation,
+                    model=info.model,
+                    draining=info.draining,
+                )
+                core.record(info, clock())
+                followers.follow(info.id, instance.address, instance.events_address)
+            case Gone(id=worker_id, incarnation=incarnation):
+                log.info("worker record vanished", worker=worker_id, incarnation=incarnation)
+                core.record_vanished(worker_id, incarnation)
+            case Synced():
+                core.synced()
+                synced.set()

@@ -1,0 +1,131 @@
+"""The router's Prometheus metrics. Labels are policies, results, states and verdicts only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.common.events.subscriber import FollowStats
+from services.router.core.answers import IndexStats, Outcome, WorkerSnapshot
+from services.router.core.workers import WorkerStatus
+
+_DECISION_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+_DIFFERENCE_TOKENS = (0, 1, 16, 32, 64, 128, 256, 512, 1024, 4096)
+_ALARM_WINDOW = 200
+"""Last outcomes that the alarm looks at."""
+_ALARM_SHARE = 0.05
+"""The alarm goes off when predictions are wrong by more than this share of the prompt tokens."""
+_ALARM_FEWEST = 20
+
+
+class RouterMetrics:
+    """All figures of one router. Updated in the loop's thread; scraped from another."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"forebay_router_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"forebay_router_{name}", text, labels, registry=registry)
+
+        self._decisions = counter("decisions", "Placements asked for.", "policy", "result")
+        self._decision_s = Histogram(
+            "forebay_router_decision_seconds",
+            "Time one decision took.",
+            buckets=_DECISION_S,
+            registry=registry,
+        )
+        self._blocks = gauge("index_blocks", "Different block keys in the index.")
+        self._entries = gauge("index_entries", "Blocks times holders in the index.")
+        self._capacity = gauge("index_capacity_entries", "Most G1 entries that holders may have.")
+        self._refused = counter("index_refused_entries", "Entries beyond their holder's capacity.")
+        self._events = counter("events", "Events applied.")
+        self._unknown = counter("unknown_events", "Events of unknown kind, tier or rank.")
+        self._gaps = counter("event_gaps", "Holes in event streams.")
+        self._epochs = counter("event_epochs", "New lives of publishers seen on their streams.")
+        self._snapshots = counter("snapshots", "Snapshots taken.")
+        self._failed = counter("failed_snapshots", "Snapshots that could not be had.")
+        self._overflows = counter("event_overflows", "Buffers overrun while waiting.")
+        self._duplicates = counter("duplicate_batches", "Batches that were known already.")
+        self._workers = gauge("workers", "Workers by state.", "state")
+        self._streams = gauge("gateway_streams", "RouteStreams that are open.")
+        self._bookings = gauge("bookings", "Placements that no event has confirmed; 0 at idle.")
+        self._expired = counter("expired_bookings", "Placements that nothing confirmed in time.")
+        self._discovery = gauge("discovery_connected", "1 while etcd answers.")
+        self._predicted = counter("predicted_cached_tokens", "Of finished own placements.")
+        self._actual = counter("actual_cached_tokens", "Of finished own placements.")
+        self._prompt = counter("placed_prompt_tokens", "Of finished own placements.")
+        self._difference = Histogram(
+            "forebay_router_cached_tokens_difference",
+            "Predicted against actual cached tokens of a placement, absolute.",
+            buckets=_DIFFERENCE_TOKENS,
+            registry=registry,
+        )
+        self._alarm = gauge(
+            "prediction_alarm",
+            f"1 when cached tokens of the last {_ALARM_WINDOW} placements were mispredicted by more "
+            f"than {_ALARM_SHARE:.0%} of their prompt tokens.",
+        )
+        for status in WorkerStatus:
+            self._workers.labels(status.value).set(0)
+        self._last: dict[str, float] = {}
+        self._window: deque[tuple[int, int]] = deque(maxlen=_ALARM_WINDOW)
+
+    def decided(self, policy: str, result: str, seconds: float) -> None:
+        """A placement was asked for; `result` is "placed" or the reason why not."""
+        self._decisions.labels(policy, result).inc()
+        self._decision_s.observe(seconds)
+
+    def stream(self, change: int) -> None:
+        """A gateway's stream opened (1) or ended (-1)."""
+        self._streams.inc(change)
+
+    def outcome(self, outcome: Outcome) -> None:
+        """A placement of ours finished."""
+        difference = abs(outcome.predicted_cached_tokens - outcome.cached_tokens)
+        self._predicted.inc(outcome.predicted_cached_tokens)
+        self._actual.inc(outcome.cached_tokens)
+        self._prompt.inc(outcome.prompt_tokens)
+        self._difference.observe(difference)
+        self._window.append((difference, outcome.prompt_tokens))
+        wrong = sum(d for d, _ in self._window)
+        asked = sum(p for _, p in self._window)
+        off = len(self._window) >= _ALARM_FEWEST and wrong > asked * _ALARM_SHARE
+        self._alarm.set(1 if off else 0)
+
+    def observe(
+        self,
+        index: IndexStats,
+        streams: FollowStats,
+        workers: Iterable[WorkerSnapshot],
+        bookings: int,
+        expired: int,
+        connected: bool,
+    ) -> None:
+        """Takes over figures that are kept elsewhere."""
+        self._blocks.set(index.blocks)
+        self._entries.set(index.entries)
+        self._capacity.set(index.capacity_entries)
+        self._bookings.set(bookings)
+        self._discovery.set(1 if connected else 0)
+        for name, metric, value in (
+            ("refused", self._refused, index.refused_entries),
+            ("events", self._events, index.events),
+            ("unknown", self._unknown, index.unknown_events),
+            ("gaps", self._gaps, streams.gaps),
+            ("epochs", self._epochs, streams.epochs),
+            ("snapshots", self._snapshots, streams.snapshots),
+            ("failed", self._failed, streams.failed_snapshots),
+            ("overflows", self._overflows, streams.overflows),
+            ("duplicates", self._duplicates, streams.duplicates),
+            ("expired", self._expired, expired),
+        ):
+            metric.inc(value - self._last.get(name, 0))
+            self._last[name] = value
+        states = dict.fromkeys(WorkerStatus, 0)
+        for worker in workers:
+            states[worker.status] += 1
+        for status, count in states.items():
+            self._workers.labels(status.value).set(count)

@@ -1,0 +1,6 @@
+"""What the router's shell needs from outside."""
+
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Seconds on a steady clock (time.monotonic; tests bring their own)."""

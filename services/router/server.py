@@ -1,0 +1,423 @@
+"""RouterService over gRPC: messages to domain values, and back. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from forebay.common.v1 import common_pb2
+from forebay.router.v1 import router_pb2 as pb
+from forebay.router.v1 import router_pb2_grpc
+from opentelemetry.trace import Tracer
+
+from services.common.blocks import HashedAdapter, block_keys
+from services.common.errors import ForebayError, Internal, Unavailable
+from services.common.events.subscriber import FollowStats
+from services.common.ids import AttemptId
+from services.common.telemetry.logging import get_logger
+from services.common.telemetry.tracing import extract
+from services.router.adapters.metrics import RouterMetrics
+from services.router.core.answers import Placement, Query, Refusal, Scored
+from services.router.core.placement import RouterCore
+from services.router.core.workers import HolderId, WorkerRole, WorkerStatus
+from services.router.errors import error_of, invalid
+from services.router.ports import Clock
+
+log = get_logger(__name__)
+
+_MOST_WAITING = 1024
+"""Messages of one gateway read ahead; beyond that its stream waits until some are answered."""
+_TOKENS_IN_LOOP = 4096
+"""Longer prompts are hashed in a thread."""
+_MOST_SEQUENCES = 1024
+
+_STATUS = {
+    WorkerStatus.JOINING: pb.WORKER_STATE_JOINING,
+    WorkerStatus.READY: pb.WORKER_STATE_READY,
+    WorkerStatus.SUSPECT: pb.WORKER_STATE_SUSPECT,
+    WorkerStatus.UNREACHABLE: pb.WORKER_STATE_SUSPECT,
+    WorkerStatus.DRAINING: pb.WORKER_STATE_DRAINING,
+}
+_ROLE = {
+    WorkerRole.BOTH: common_pb2.ROLE_BOTH,
+    WorkerRole.PREFILL: common_pb2.ROLE_PREFILL,
+    WorkerRole.DECODE: common_pb2.ROLE_DECODE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A message of a gateway, ready to be decided."""
+
+    message: pb.RouteStreamRequest
+    query: Query | ForebayError | None
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    """The five methods. `drain` ends the streams, so that gateways change to another router."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        clock: Clock,
+        metrics: RouterMetrics,
+        tracer: Tracer,
+        *,
+        router_id: str,
+        policy: str,
+        new_attempt: Callable[[], AttemptId],
+        streams: FollowStats,
+    ) -> None:
+        self._core = core
+        self._clock = clock
+        self._metrics = metrics
+        self._tracer = tracer
+        self._router_id = router_id
+        self._policy = policy
+        self._new_attempt = new_attempt
+        self._streams = streams
+        self._draining = asyncio.Event()
+
+    def drain(self) -> None:
+        """Ends all streams with UNAVAILABLE (DRAINING), and lets no new one in."""
+        self._draining.set()
+
+    async def RouteStream(
+        self, request_iterator: AsyncIterator[pb.RouteStreamRequest], context: Any
+    ) -> AsyncIterator[pb.RouteStreamResponse]:
+        """Decides what has arrived, answers, and looks again; one writer."""
+        waiting: asyncio.Queue[_Asked | None] = asyncio.Queue(_MOST_WAITING)
+        reader = asyncio.create_task(self._read(request_iterator, waiting), name="route reader")
+        leaving = asyncio.create_task(self._draining.wait(), name="route drain")
+        self._metrics.stream(1)
+        try:
+            while True:
+                async for answer in self._answers(waiting, leaving):
+                    yield answer
+                if leaving.done():
+                    raise Unavailable("this router is draining", reason="DRAINING")
+                return
+        finally:
+            self._metrics.stream(-1)
+            reader.cancel()
+            leaving.cancel()
+            await asyncio.wait({reader, leaving})
+
+    async def Route(self, request: pb.RouteRequest, context: Any) -> pb.RouteResponse:
+        """One placement."""
+        query = await self._query(request)
+        carrier = dict(context.invocation_metadata() or ())
+        if request.traceparent:
+            carrier = {"traceparent": request.traceparent, "tracestate": request.tracestate}
+        return _placement(self._place(query, carrier))
+
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
+        """The scorecard."""
+        query = await self._query(request.request)
+        card = self._core.explain(query, self._clock())
+        if isinstance(card, Refusal):
+            raise error_of(card)
+        return pb.ExplainResponse(
+            policy=card.policy.value,
+            prompt_blocks=card.prompt_blocks,
+            prompt_tokens=card.prompt_tokens,
+            candidates=[_candidate(row) for row in card.workers],
+        )
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: Any
+    ) -> pb.ListWorkersResponse:
+        """The workers as this router sees them."""
+        views = []
+        for w in self._core.workers(self._clock()):
+            report = w.load.report
+            views.append(
+                pb.WorkerView(
+                    worker=_holder(w.holder),
+                    model=w.info.model,
+                    address=w.info.address,
+                    state=_STATUS[w.status],
+                    role=_ROLE[w.info.role],
+                    running_requests=report.running_requests if report else w.load.decoding,
+                    waiting_requests=report.waiting_requests if report else w.load.queued,
+                    booked_requests=w.load.booked,
+                    indexed_blocks=w.indexed_blocks,
+                    total_blocks=w.info.total_blocks,
+                    used_blocks=report.used_blocks if report else 0,
+                    sequence=w.sequence,
+                    silence_s=w.silence_s,
+                    placements=w.placements,
+                    prompt_tokens=w.prompt_tokens,
+                    cached_tokens=w.cached_tokens,
+                    pending_prefill_tokens=w.load.queued_tokens,
+                )
+            )
+        return pb.ListWorkersResponse(workers=views, policy=self._policy, router_id=self._router_id)
+
+    async def GetIndexStats(
+        self, request: pb.GetIndexStatsRequest, context: Any
+    ) -> pb.GetIndexStatsResponse:
+        """Size and digests of the index."""
+        stats = self._core.index_stats()
+        return pb.GetIndexStatsResponse(
+            blocks=stats.blocks,
+            entries=stats.entries,
+            capacity_entries=stats.capacity_entries,
+            refused_entries=stats.refused_entries,
+            holders=len(stats.digests),
+            gaps=self._streams.gaps,
+            snapshots=self._streams.snapshots,
+            events=stats.events,
+            unknown_events=stats.unknown_events,
+            digests=[
+                pb.HolderDigest(
+                    holder=_holder(holder), sequence=sequence, blocks=digest.blocks, xor=digest.xor
+                )
+                for holder, sequence, digest in stats.digests
+            ],
+        )
+
+    # The stream's two halves.
+
+    async def _read(
+        self,
+        request_iterator: AsyncIterator[pb.RouteStreamRequest],
+        waiting: asyncio.Queue[_Asked | None],
+    ) -> None:
+        try:
+            async for message in request_iterator:
+                query: Query | ForebayError | None = None
+                if message.WhichOneof("kind") == "route":
+                    try:
+                        query = await self._query(message.route)
+                    except ForebayError as exc:
+                        query = exc
+                await waiting.put(_Asked(message, query))
+        except grpc.RpcError as exc:
+            log.info("gateway's stream broke", why=str(exc))
+        except Exception:
+            # Boundary of a task: the stream ends with it, instead of waiting for ever.
+            log.exception("reading a gateway's stream failed")
+        await waiting.put(None)
+
+    async def _answers(
+        self, waiting: asyncio.Queue[_Asked | None], leaving: asyncio.Task[Any]
+    ) -> AsyncIterator[pb.RouteStreamResponse]:
+        """Answers until the gateway has no more questions or this router leaves."""
+        while not leaving.done():
+            if waiting.empty():
+                more = asyncio.ensure_future(waiting.get())
+                try:
+                    await asyncio.wait({more, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not more.done():
+                        more.cancel()
+                if not more.done() or more.cancelled():
+                    return
+                batch = [more.result()]
+            else:
+                batch = []
+            while not waiting.empty():
+                batch.append(waiting.get_nowait())
+            # All that arrived together is decided before anything is awaited.
+            answers = [self._answer(asked) for asked in batch if asked is not None]
+            for answer in answers:
+                if answer is not None:
+                    yield answer
+            if None in batch:
+                return
+
+    def _answer(self, asked: _Asked) -> pb.RouteStreamResponse | None:
+        message = asked.message
+        number = message.correlation_id
+        try:
+            match message.WhichOneof("kind"):
+                case "route":
+                    if isinstance(asked.query, ForebayError):
+                        raise asked.query
+                    assert asked.query is not None
+                    r = message.route
+                    carrier = {"traceparent": r.traceparent, "tracestate": r.tracestate}
+                    placement = self._place(asked.query, carrier)
+                    return pb.RouteStreamResponse(
+                        correlation_id=number, placement=_placement(placement)
+                    )
+                case "release":
+                    self._release(message.release)
+                    return None
+                case _:
+                    raise invalid("kind: a message must be `route` or `release`", "kind")
+        except ForebayError as exc:
+            return _failure(number, exc)
+        except Exception:
+            # One request's trouble must not end the stream of all: it is logged and answered.
+            log.exception("decision failed")
+            return _failure(number, Internal("the decision failed; the router's log says why"))
+
+    # Words and deeds.
+
+    def _place(self, query: Query, carrier: dict[str, str]) -> Placement:
+        if carrier.get("traceparent"):
+            with self._tracer.start_as_current_span("route", context=extract(carrier)) as span:
+                placement = self._decide(query)
+                span.set_attribute("forebay.worker", placement.holder.id)
+                span.set_attribute("forebay.attempt_id", placement.attempt_id)
+                span.set_attribute(
+                    "forebay.predicted_cached_tokens", placement.predicted_cached_tokens
+                )
+                return placement
+        return self._decide(query)
+
+    def _decide(self, query: Query) -> Placement:
+        started = time.perf_counter()
+        placement = self._core.place(query, self._new_attempt(), self._clock())
+        seconds = time.perf_counter() - started
+        if isinstance(placement, Refusal):
+            self._metrics.decided(self._policy, placement.kind.value.lower(), seconds)
+            raise error_of(placement)
+        self._metrics.decided(self._policy, "placed", seconds)
+        return placement
+
+    def _release(self, release: pb.ReleasePlacement) -> None:
+        if release.attempt_id:
+            self._core.release(AttemptId(release.attempt_id))
+        worker = release.worker
+        if (
+            release.worker_unreachable
+            and worker.id
+            and self._core.refused(worker.id, worker.incarnation, self._clock())
+        ):
+            log.warning("worker unreachable, says a gateway", worker=worker.id)
+
+    async def _query(self, request: pb.RouteRequest) -> Query:
+        """The request in the core's words. Raises InvalidRequest that names the field."""
+        if not request.model:
+            raise invalid("model: a model's name is required, it is empty", "model")
+        if request.sequences > _MOST_SEQUENCES:
+            raise invalid(
+                f"sequences: at most {_MOST_SEQUENCES}, not {request.sequences}", "sequences"
+            )
+        if request.token_ids:
+            keys, tokens, size = await self._hashed(request)
+        else:
+            keys, tokens, size = _given(request)
+        return Query(
+            model=request.model,
+            prompt_tokens=tokens,
+            keys=keys,
+            block_size=size,
+            excluded=frozenset(request.excluded_workers),
+            pinned=request.pinned_worker,
+            labels=dict(request.required_labels),
+            sequences=request.sequences or 1,
+        )
+
+    async def _hashed(self, request: pb.RouteRequest) -> tuple[list[int], int, int]:
+        if request.block_hashes:
+            raise invalid("token_ids: give block_hashes or token_ids, not both", "token_ids")
+        tokens = list(request.token_ids)
+        if request.prompt_tokens not in (0, len(tokens)):
+            raise invalid(
+                f"prompt_tokens: {request.prompt_tokens}, but there are {len(tokens)} token_ids; "
+                "leave it out",
+                "prompt_tokens",
+            )
+        worker = self._core.model_worker(request.model, request.block_size_tokens)
+        if worker is None:
+            # The core knows best how to say that the model is not there.
+            return [], len(tokens), request.block_size_tokens
+        top = max(tokens)
+        if worker.vocab_size and top >= worker.vocab_size:
+            raise invalid(
+                f"token_ids: id {top} is not below the vocabulary's size {worker.vocab_size}",
+                "token_ids",
+            )
+        size = request.block_size_tokens or worker.block_size
+        path = worker.adapters.get(request.model)
+        adapter = None if path is None else HashedAdapter(request.model, path)
+
+        def hash_all() -> list[int]:
+            return list(block_keys(tokens, size, adapter=adapter, cache_salt=request.cache_salt))
+
+        keys = await asyncio.to_thread(hash_all) if len(tokens) > _TOKENS_IN_LOOP else hash_all()
+        return keys, len(tokens), size
+
+
+def _given(request: pb.RouteRequest) -> tuple[list[int], int, int]:
+    size, tokens = request.block_size_tokens, request.prompt_tokens
+    if not tokens:
+        raise invalid(
+            "prompt_tokens: the prompt's length is required with block_hashes, at least 1; "
+            "or give token_ids",
+            "prompt_tokens",
+        )
+    if not size:
+        raise invalid(
+            "block_size_tokens: required unless token_ids are given; "
+            "it is the block size that block_hashes were made with",
+            "block_size_tokens",
+        )
+    keys = list(request.block_hashes)
+    if len(keys) > tokens // size:
+        raise invalid(
+            f"block_hashes: {len(keys)} hashes, but {tokens} prompt_tokens have only "
+            f"{tokens // size} full blocks of {size}",
+            "block_hashes",
+        )
+    return keys, tokens, size
+
+
+def _holder(h: HolderId) -> common_pb2.Holder:
+    return common_pb2.Holder(id=h.id, incarnation=h.incarnation, dp_rank=h.dp_rank)
+
+
+def _placement(p: Placement) -> pb.RouteResponse:
+    return pb.RouteResponse(
+        attempt_id=p.attempt_id,
+        worker=_holder(p.holder),
+        address=p.address,
+        predicted_cached_tokens=p.predicted_cached_tokens,
+        predicted_ttft_ms=p.predicted_ttft_s * 1000,
+        policy=p.policy.value,
+    )
+
+
+def _failure(number: int, exc: ForebayError) -> pb.RouteStreamResponse:
+    retry_s = float(exc.metadata.get("retry_after_s", 0))
+    return pb.RouteStreamResponse(
+        correlation_id=number,
+        failure=pb.RouteFailure(
+            code=exc.code.value[0],
+            reason=exc.reason,
+            message=exc.message,
+            retry_after_ms=round(retry_s * 1000),
+        ),
+    )
+
+
+def _candidate(row: Scored) -> pb.CandidateScore:
+    c, s = row.candidate, row.score
+    if c is None or s is None:
+        return pb.CandidateScore(worker=_holder(row.holder), reason=row.reason, eligible=False)
+    return pb.CandidateScore(
+        worker=_holder(row.holder),
+        g1_tokens=c.g1_tokens,
+        g2_tokens=c.g2_tokens,
+        g3_tokens=c.g3_tokens,
+        g4_tokens=c.g4_tokens,
+        uncached_tokens=c.uncached_tokens,
+        active_requests=c.active_requests,
+        queued_prefill_tokens=c.queued_tokens,
+        queue_s=s.queue_s,
+        prefill_s=s.prefill_s,
+        onboard_s=s.onboard_s,
+        imposed_s=s.imposed_s,
+        score_s=s.total_s,
+        chosen=row.chosen,
+        reason=row.reason,
+        eligible=True,
+    )
