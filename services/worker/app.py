@@ -1,0 +1,195 @@
+"""Wiring of a worker: start order, drain, stop.
+
+Ports open first (a taken one shows at once), then the engine starts and warms up, then the worker says
+that it serves, in health and in discovery. It stops the other way round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.common.cards import Holder, Instance, InstanceKind
+from services.common.discovery import open_discovery
+from services.common.events.publisher import open_publisher
+from services.common.ids import new_id, new_incarnation
+from services.common.lifecycle import Lifecycle
+from services.common.rpc.server import RpcServer, rpc_server
+from services.common.telemetry.logging import get_logger
+from services.common.telemetry.metrics import metrics_server, new_registry
+from services.common.telemetry.tracing import tracing
+from services.worker.adapters.files import DigestCache
+from services.worker.adapters.metrics import WorkerMetrics
+from services.worker.cardset import build_cards
+from services.worker.config import WorkerSettings
+from services.worker.engines.port import Engine
+from services.worker.engines.vllm import open_vllm
+from services.worker.errors import EngineStopped
+from services.worker.ports import Registered, Registrar
+from services.worker.server import WorkerServicer, service_of
+from services.worker.service import Options, WorkerService
+from services.worker.warmup import warm_up
+
+LAST_WORDS_S = 0.5
+"""Time for open sessions to send what they have, before the server closes."""
+log = get_logger(__name__)
+
+
+class _StoppedEarly(Exception):
+    """A stop was asked for while the engine started."""
+
+
+async def main(
+    settings: WorkerSettings,
+    life: Lifecycle,
+    *,
+    engine: Engine | None = None,
+    registrar: Registrar | None = None,
+) -> None:
+    """Serves until a stop is asked for; raises EngineStopped when the engine dies.
+
+    `engine` and `registrar` replace vLLM and etcd, for tests.
+    """
+    try:
+        async with worker(settings, life, engine=engine, registrar=registrar) as running:
+            life.ready(running.instance, settings.ready_file)
+            await running.run(life, settings.drain_timeout_s)
+    except _StoppedEarly:
+        log.info("stopped before the engine was ready")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that serves."""
+
+    instance: Instance
+    service: WorkerService
+    rpc: RpcServer
+    record: Registered
+    metrics: WorkerMetrics
+
+    async def run(self, life: Lifecycle, drain_timeout_s: float) -> None:
+        """Serves until a stop is asked for, then drains. Raises EngineStopped."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self.service.watch(), name="watchdog"),
+                group.create_task(self._announce(), name="announcer"),
+            ]
+            stop = group.create_task(life.wait_stop(), name="stop")
+            ends: set[asyncio.Future[Any]] = {stop, self.service.dead}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            if not self.service.dead.done():
+                log.info("draining", requests=self.service.requests)
+                self.service.begin_drain()
+                await self._tell()
+                await self.service.drain(drain_timeout_s, abort_rest=True)
+            for task in tasks:
+                task.cancel()
+        if self.service.dead.done():
+            await self._tell()
+            await asyncio.sleep(LAST_WORDS_S)
+            raise EngineStopped(f"the engine died: {self.service.dead.result()}")
+        # Aborts of the rest take until the running step ends.
+        await self.service.drain(LAST_WORDS_S, abort_rest=False)
+
+    async def _announce(self) -> None:
+        while True:
+            await self.service.changed.wait()
+            self.service.changed.clear()
+            await self._tell()
+
+    async def _tell(self) -> None:
+        serving = self.service.serving
+        log.info("serving" if serving else "not serving")
+        self.metrics.serving.set(serving)
+        await self.rpc.set_serving(serving)
+        await self.record.update(replace(self.instance, draining=not serving))
+
+
+@asynccontextmanager
+async def worker(
+    settings: WorkerSettings,
+    life: Lifecycle,
+    *,
+    engine: Engine | None = None,
+    registrar: Registrar | None = None,
+) -> AsyncIterator[Worker]:
+    """A worker that serves and is registered, while the context lasts."""
+    id = settings.id or new_id("worker")
+    incarnation = new_incarnation()
+    async with AsyncExitStack() as stack:
+        registry = new_registry()
+        metrics = WorkerMetrics(registry)
+        metrics_port = stack.enter_context(
+            metrics_server(registry, settings.host, settings.metrics_port)
+        )
+        tracer = stack.enter_context(tracing(settings.service, id, settings.otlp_endpoint))
+        servicer = WorkerServicer(settings.backlog_tokens)
+        rpc = await stack.enter_async_context(
+            rpc_server(settings.host, settings.port, [service_of(servicer)])
+        )
+        publisher = await stack.enter_async_context(
+            open_publisher(
+                settings.host,
+                settings.events_port,
+                id,
+                incarnation,
+                advertise_host=settings.advertise_host,
+            )
+        )
+        if engine is None:
+            engine = await _unless_stopped(life, stack, settings)
+        cards = await asyncio.to_thread(build_cards, settings.name, engine.profile, DigestCache())
+        await warm_up(engine)
+        service = WorkerService(
+            engine,
+            cards,
+            Holder(id, incarnation),
+            publisher,
+            metrics,
+            tracer,
+            Options(
+                max_requests=settings.max_requests,
+                watchdog_s=settings.watchdog_s,
+                load_report_interval_s=settings.load_report_interval_s,
+            ),
+        )
+        stack.callback(service.close)
+        servicer.attach(service)
+        instance = Instance(
+            id=id,
+            kind=InstanceKind.WORKER,
+            incarnation=incarnation,
+            address=settings.advertised(rpc.port),
+            events_address=publisher.address,
+            metrics_address=settings.advertised(metrics_port),
+            role=settings.role,
+            card=cards.card,
+            labels=settings.labels,
+            dp_size=engine.profile.dp_size,
+        )
+        if registrar is None:
+            registrar = await stack.enter_async_context(open_discovery(settings))
+        await rpc.set_serving(True)
+        metrics.serving.set(True)
+        record = await stack.enter_async_context(registrar.registered(instance))
+        yield Worker(instance, service, rpc, record, metrics)
+
+
+async def _unless_stopped(
+    life: Lifecycle, stack: AsyncExitStack, settings: WorkerSettings
+) -> Engine:
+    """Starts vLLM; raises _StoppedEarly when a stop is asked for before it is up."""
+    start = asyncio.create_task(stack.enter_async_context(open_vllm(settings)), name="engine start")
+    stop = asyncio.create_task(life.wait_stop(), name="stop")
+    await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if not start.done():
+        start.cancel()
+        await asyncio.wait({start})
+        raise _StoppedEarly
+    return start.result()

@@ -1,0 +1,101 @@
+"""Settings of a worker. Nobody else reads them from outside."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_settings import NoDecode
+
+from services.common.cards import Role
+from services.common.settings import ServiceSettings, settings_config
+
+
+def _json_object(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        read = json.loads(value or "{}")
+    except ValueError as exc:
+        raise ValueError(f'must be a JSON object such as {{"max_num_seqs": 16}}: {exc}') from exc
+    if not isinstance(read, dict):
+        raise ValueError(f"must be a JSON object, not a JSON {type(read).__name__}")
+    return read
+
+
+def _pairs(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    pairs: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in value.split(","))):
+        name, equals, rest = part.partition("=")
+        if not equals or not name.strip() or not rest.strip():
+            raise ValueError(f"must be name=value pairs with commas between; {part!r} is not one")
+        pairs[name.strip()] = rest.strip()
+    return pairs
+
+
+JsonObject = Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)]
+"""A JSON object in one string, or a TOML table."""
+Pairs = Annotated[dict[str, str], NoDecode, BeforeValidator(_pairs)]
+"""`name=value,name=value` in one string, or a TOML table."""
+
+
+class WorkerSettings(ServiceSettings):
+    """What a worker can be told."""
+
+    model_config = settings_config("worker")
+    service: ClassVar[str] = "worker"
+
+    model: str = Field(min_length=1)
+    """Folder of the model, or its id on a hub. Required."""
+    served_model_name: str = ""
+    """Name by which clients ask for the model; empty: the last part of `model`."""
+    port: int = Field(default=8200, ge=0, le=65535)
+    """gRPC port; 0 picks a free one."""
+    events_port: int = Field(default=8201, ge=0, le=65535)
+    """Port of the event stream (ZMQ PUB); 0 picks a free one."""
+    metrics_port: int = Field(default=8202, ge=0, le=65535)
+    """Port of /metrics; 0 picks a free one."""
+    labels: Pairs = {}
+    """Free labels for routing constraints, name=value with commas between."""
+    role: Role = Role.BOTH
+    """Routing label: both, prefill or decode."""
+    dtype: str = "auto"
+    """Number format of weights and KV: auto (the model's own), bfloat16, float16 or float32."""
+    kv_cache_gb: float | None = Field(default=None, gt=0)
+    """GiB of KV cache (G1). Absent: on a CPU enough for a few requests of full length, on a GPU the engine's choice."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Longest prompt plus output in tokens; absent: the model's own."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the engine's kernels. 1 is best when several workers share a few cores."""
+    engine_mode: Literal["auto", "inprocess", "async"] = "auto"
+    """inprocess: the engine runs in this process; async: in processes of its own; auto: inprocess on a CPU, async on a GPU."""
+    engine_args: JsonObject = {}
+    """Any vLLM engine argument by name, as a JSON object; wins over all settings above."""
+    engine_log_level: str = "warning"
+    """Level of the engine's own log lines: debug, info, warning or error."""
+    adapters: Pairs = {}
+    """LoRA adapters to serve, name=folder with commas between."""
+    adapter_root: str = ""
+    """Folder of links by content digest, from which adapters are loaded (the path is part of the block hash, so it must be equal on all nodes); empty: forebay-<uid>/adapters in the system's temporary folder."""
+    max_requests: int = Field(default=2048, ge=1)
+    """Most requests waiting and running at once; more are refused with RESOURCE_EXHAUSTED."""
+    backlog_tokens: int = Field(default=16384, ge=1)
+    """Numbers (tokens, or log probabilities) of one request that may wait for a slow gateway before the request is aborted."""
+    watchdog_s: float = Field(default=60.0, gt=0)
+    """Seconds without a finished step, while there are requests, after which the worker says NOT_SERVING."""
+    load_report_interval_s: float = Field(default=0.03, ge=0)
+    """Least time between two load reports, in seconds; the last state is always reported."""
+
+    @property
+    def name(self) -> str:
+        """The name under which the model is served."""
+        return self.served_model_name or Path(self.model).name
+
+    @field_validator("engine_log_level", "log_level")
+    @classmethod
+    def _level(cls, value: str) -> str:
+        if value.lower() not in ("debug", "info", "warning", "error"):
+            raise ValueError("must be debug, info, warning or error")
+        return value.lower()

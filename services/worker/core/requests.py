@@ -1,0 +1,107 @@
+"""Who runs: the book of requests the engine has, and the lifecycle events that follow from its outputs.
+
+Each admitted request gets exactly one RequestFinished, and a RequestFirstToken before it when it
+produced a token. Counts are the engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.events.model import (
+    RequestAdmitted,
+    RequestFinished,
+    RequestFirstToken,
+    RunningRequest,
+)
+from services.common.ids import AttemptId, BlockKey
+
+Lifecycle = RequestAdmitted | RequestFirstToken | RequestFinished
+
+
+@dataclass(slots=True)
+class _Entry:
+    admitted: RequestAdmitted
+    decoding: bool = False
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class RequestBook:
+    """The requests between their admission and their end, by the engine's id."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self.admitted = 0
+        self.finished = 0
+
+    def admit(
+        self,
+        id: str,
+        attempt_id: AttemptId,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        keys: Sequence[BlockKey],
+        dp_rank: int = 0,
+    ) -> RequestAdmitted:
+        """Enters a request. Raises ValueError when `id` is in the book."""
+        if id in self._entries:
+            raise ValueError(f"request {id} is already admitted")
+        event = RequestAdmitted(attempt_id, prompt_tokens, max_new_tokens, keys, dp_rank)
+        self._entries[id] = _Entry(event)
+        self.admitted += 1
+        return event
+
+    def advance(
+        self,
+        id: str,
+        new_tokens: int,
+        cached_tokens: int | None,
+        *,
+        finished: bool,
+        aborted: bool = False,
+    ) -> list[Lifecycle]:
+        """Takes news of a request; returns the events that follow, none for a request not in the book."""
+        entry = self._entries.get(id)
+        if entry is None:
+            return []
+        events: list[Lifecycle] = []
+        attempt, rank = entry.admitted.attempt_id, entry.admitted.dp_rank
+        if cached_tokens is not None:
+            entry.cached_tokens = cached_tokens
+        entry.output_tokens += new_tokens
+        if new_tokens and not entry.decoding:
+            entry.decoding = True
+            events.append(RequestFirstToken(attempt, entry.cached_tokens, rank))
+        if finished:
+            del self._entries[id]
+            self.finished += 1
+            events.append(
+                RequestFinished(attempt, entry.cached_tokens, entry.output_tokens, aborted, rank)
+            )
+        return events
+
+    def ids(self) -> tuple[str, ...]:
+        """Ids of all requests in the book."""
+        return tuple(self._entries)
+
+    def requests(self) -> tuple[RunningRequest, ...]:
+        """All requests in the book, for a snapshot."""
+        return tuple(RunningRequest(e.admitted, e.decoding) for e in self._entries.values())
+
+    def pending_prefill_tokens(self) -> int:
+        """Prompt tokens of requests without a first token: an upper bound of what is to be computed."""
+        return sum(e.admitted.prompt_tokens for e in self._entries.values() if not e.decoding)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._entries
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the book contradicts itself."""
+        assert self.admitted - self.finished == len(self._entries), "an end is missing or double"
+        for entry in self._entries.values():
+            assert entry.decoding == (entry.output_tokens > 0), "first token and count disagree"

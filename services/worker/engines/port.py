@@ -1,0 +1,127 @@
+"""The port of an engine: requests in, one hand-over for each step out. All calls on the loop's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from services.common.cards import Adapter, HashVector
+from services.worker.core.blocks import BlockChange
+from services.worker.core.model import FinishReason, PositionLogprobs, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What an engine runs. `id` is unique for the engine's life; `token_ids` is prompt and prior output."""
+
+    id: str
+    token_ids: Sequence[int]
+    sampling: Sampling
+    cache_salt: str = ""
+    adapter: str = ""
+    priority: int = 0
+    dp_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step brought to one request.
+
+    `cached_tokens` (prompt tokens that were not computed) and `queued_s` (seconds until it was first
+    scheduled, None when the engine doesn't say) come with a request's first output.
+    """
+
+    id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    cached_tokens: int | None = None
+    queued_s: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy one data-parallel rank is after a step; `pending_prefill_tokens` None: it doesn't say."""
+
+    running: int
+    waiting: int
+    used_blocks: int
+    pending_prefill_tokens: int | None = None
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One hand-over. `number` counts steps; a hand-over between steps (an abort) repeats the last, with 0 s."""
+
+    number: int
+    seconds: float = 0.0
+    outputs: tuple[Output, ...] = ()
+    blocks: tuple[BlockChange, ...] = ()
+    loads: tuple[EngineLoad, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """What an engine serves: constant after its start.
+
+    `identity` holds what gives its KV bytes their meaning apart from the weights, as words;
+    `model_dir` is the folder with weights, tokenizer and configuration.
+    """
+
+    engine: str
+    model_dir: Path
+    block_size: int
+    total_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_logprobs: int
+    hash_vector: HashVector
+    identity: Mapping[str, str]
+    adapters: tuple[Adapter, ...] = ()
+    dp_size: int = 1
+
+
+class EngineDead(Exception):
+    """The engine can't run any more; the process must be started anew. Its text says why."""
+
+
+class Engine(Protocol):
+    """A running engine. Between `submit` and the output with `finish` it owns the request."""
+
+    @property
+    def profile(self) -> EngineProfile:
+        """What it serves."""
+        ...
+
+    @property
+    def progress(self) -> int:
+        """A number that changes whenever a step has ended; may be read at any time."""
+        ...
+
+    def listen(
+        self, on_step: Callable[[Step], None], on_death: Callable[[EngineDead], None]
+    ) -> None:
+        """Hands every later step to `on_step`, and the engine's end to `on_death`; replaces listeners."""
+        ...
+
+    def submit(self, request: EngineRequest) -> None:
+        """Takes a request. Raises InvalidRequest (field named) or EngineDead; then it took nothing."""
+        ...
+
+    def abort(self, id: str) -> None:
+        """Ends a request when the running step ends; its last output has ABORT, unless it ended before."""
+        ...
+
+    async def reset_cache(self) -> bool:
+        """Forgets all blocks; False, and nothing done, when requests hold some.
+
+        The change (a clear) is handed over before this returns.
+        """
+        ...

@@ -1,0 +1,63 @@
+"""What vLLM and torch must find in the environment before they are imported."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Literal
+
+from services.common.telemetry.logging import get_logger
+from services.worker.config import WorkerSettings
+
+log = get_logger(__name__)
+
+
+def prepare(settings: WorkerSettings) -> Literal["inprocess", "async"]:
+    """Sets the environment, imports torch, and decides the engine's mode. Before any import of vLLM."""
+    if os.environ.pop("PYTHONHASHSEED", None) is not None:
+        # It replaces the root of the block hash chain: nobody else would compute our hashes.
+        log.warning("PYTHONHASHSEED is set; the engine runs without it")
+    if os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None) is not None:
+        log.warning("VLLM_CPU_KVCACHE_SPACE is set and would override --kv-cache-gb; left out")
+    os.environ.update(
+        OMP_NUM_THREADS=str(settings.threads),
+        TOKENIZERS_PARALLELISM="false",
+        VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES="1",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        VLLM_LOGGING_LEVEL=settings.engine_log_level.upper(),
+    )
+    tame_logging(settings.engine_log_level, starting=True)
+    if Path(settings.model).exists():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+
+    if not torch.cuda.is_available() and settings.engine_args.get("enforce_eager", True):
+        # Some helpers of vLLM (ranks of log probabilities) are compiled at first use all the same:
+        # half a minute inside somebody's request, and a crash where there is no C++ compiler.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    mode: Literal["inprocess", "async"]
+    if settings.engine_mode == "auto":
+        mode = "async" if torch.cuda.is_available() else "inprocess"
+    else:
+        mode = settings.engine_mode
+    # In the process itself our logging does it; child processes have vLLM's own, at the same level.
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0" if mode == "inprocess" else "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if mode == "inprocess" else "1"
+    return mode
+
+
+def tame_logging(level: str, *, starting: bool = False) -> None:
+    """Sends the log lines of vLLM in this process through our logging, from `level` up.
+
+    While it starts, vLLM warns of a dozen choices that are ours (eager mode, no Triton): at the level
+    "warning" they are left out. What really is wrong then raises.
+    """
+    if starting and level == "warning":
+        level = "error"
+    for name in ("vllm", "transformers", "torch", "huggingface_hub", "py.warnings"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(level.upper())

@@ -1,0 +1,100 @@
+"""What a configured vLLM serves, in the port's terms, and the engine's own block hash at work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from services.common.cards import Adapter, HashVector
+from services.worker.engines.port import EngineProfile
+
+VECTOR_SALT = "forebay"
+
+
+def engine_profile(
+    config: VllmConfig, primary_eos: int | None, adapters: Sequence[Adapter]
+) -> EngineProfile:
+    """The profile of a started engine: its configuration must hold the number of blocks already."""
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    vocab_size = model.get_vocab_size()
+    blocks = cache.num_gpu_blocks or 0
+    return EngineProfile(
+        engine=f"vllm {vllm.__version__}",
+        model_dir=model_folder(model.model, model.revision),
+        block_size=cache.block_size,
+        # One block of each rank is a placeholder that holds nothing.
+        total_blocks=max(0, blocks - parallel.data_parallel_size),
+        max_model_len=model.max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=_eos(primary_eos, model.try_get_generation_config()),
+        max_logprobs=vocab_size if model.max_logprobs == -1 else model.max_logprobs,
+        hash_vector=hash_vector(config, vocab_size),
+        identity=identity(config),
+        adapters=tuple(adapters),
+        dp_size=parallel.data_parallel_size,
+    )
+
+
+def _eos(primary: int | None, generation_config: dict[str, Any]) -> tuple[int, ...]:
+    stated = generation_config.get("eos_token_id")
+    ids = [stated] if isinstance(stated, int) else list(stated or ())
+    return tuple(dict.fromkeys(i for i in (primary, *ids) if i is not None))
+
+
+def model_folder(model: str, revision: str | None) -> Path:
+    """The local folder of a model that was loaded: itself, or its snapshot in the hub's cache."""
+    if Path(model).exists():
+        return Path(model).resolve()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+
+
+def identity(config: VllmConfig) -> dict[str, str]:
+    """What gives KV bytes their meaning beside the weights, as words."""
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    words = {
+        "engine": "vllm",
+        "version": vllm.__version__,
+        "dtype": str(model.dtype),
+        "kv_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "block_size": str(cache.block_size),
+        "layout": str(getattr(cache, "kv_cache_layout", None)),
+        "tp": str(parallel.tensor_parallel_size),
+        "pp": str(parallel.pipeline_parallel_size),
+        "max_model_len_rope": str(getattr(model.hf_text_config, "rope_parameters", None)),
+        "device": current_platform.device_type,
+    }
+    if current_platform.is_cpu():
+        # A CPU packs KV for its instruction set: opaque to any other.
+        words["isa"] = str(torch.backends.cpu.get_cpu_capability())
+        words["machine"] = str(current_platform.get_cpu_architecture())
+    return words
+
+
+def hash_vector(config: VllmConfig, vocab_size: int) -> HashVector:
+    """A worked example by the engine's own hash function, salted, of two full blocks."""
+    size = config.cache_config.block_size
+    token_ids = [(i * 7919 + 1) % vocab_size for i in range(2 * size)]
+    function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(function)
+    request = Request(
+        request_id="hash-vector",
+        prompt_token_ids=token_ids,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=VECTOR_SALT,
+        block_hasher=get_request_block_hasher(size, function),
+    )
+    return HashVector(tuple(token_ids), VECTOR_SALT, tuple(bytes(h) for h in request.block_hashes))

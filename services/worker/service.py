@@ -1,0 +1,463 @@
+"""The worker's shell around one engine: takes requests, hands out news, publishes what happened.
+
+Everything runs on the loop's thread. Mirror and book change in the same call that publishes, so that
+a snapshot taken between two calls is exact at the last sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from opentelemetry.trace import Tracer
+
+from services.common.blocks import HashedAdapter, block_keys
+from services.common.cards import Holder
+from services.common.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    ForebayError,
+    Overloaded,
+    Unavailable,
+    error_from_number,
+)
+from services.common.events.model import Event, LoadReport, Snapshot
+from services.common.ids import AttemptId, BlockKey, new_id
+from services.common.telemetry.logging import get_logger
+from services.worker.adapters.metrics import WorkerMetrics
+from services.worker.adapters.spans import RequestSpan
+from services.worker.cardset import CardSet
+from services.worker.core.blocks import BlockMirror
+from services.worker.core.model import Delta, Failure, FinishReason, Generation
+from services.worker.core.requests import RequestBook
+from services.worker.core.validation import Limits, adapter_of, check
+from services.worker.core.watchdog import Watchdog
+from services.worker.engines.port import Engine, EngineDead, EngineLoad, EngineRequest, Output, Step
+from services.worker.ports import Publisher, Sink
+
+HASH_OFF_LOOP_TOKENS = 16_384
+"""Longer prompts are hashed in a thread: 2.6 us a block is 1.3 ms of the loop for this many."""
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Bounds of the shell; meanings as in the settings of the same names."""
+
+    max_requests: int = 2048
+    watchdog_s: float = 60.0
+    load_report_interval_s: float = 0.03
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request between admission and end."""
+
+    request_id: str
+    sink: Sink
+    span: RequestSpan
+    received_s: float
+    prompt_tokens: int
+    queue_s: float | None = None
+    first_s: float | None = None
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    timer: asyncio.TimerHandle | None = None
+    failure: Failure | None = None
+
+
+def failure_of(exc: ForebayError) -> Failure:
+    """An error as it travels inside a delta."""
+    field = exc.metadata.get("field", "")
+    return Failure(exc.code.value[0], exc.reason, exc.message, field)
+
+
+class WorkerService:
+    """One engine's requests and blocks, as others see them. Loop's thread only."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cards: CardSet,
+        holder: Holder,
+        publisher: Publisher,
+        metrics: WorkerMetrics,
+        tracer: Tracer,
+        options: Options | None = None,
+    ) -> None:
+        self.cards = cards
+        self.holder = holder
+        self._engine = engine
+        self._publisher = publisher
+        self._metrics = metrics
+        self._tracer = tracer
+        self._options = options or Options()
+        card = cards.card
+        self._limits = Limits(
+            model=card.model,
+            adapters=frozenset(a.name for a in card.adapters),
+            vocab_size=card.vocab_size,
+            max_model_len=card.max_model_len,
+            max_logprobs=card.max_logprobs,
+            dp_size=engine.profile.dp_size,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count(1)
+        self._book = RequestBook()
+        self._mirror = BlockMirror()
+        self._live: dict[str, _Live] = {}
+        self._step = 0
+        self._loads: dict[int, LoadReport] = {}
+        self._told: dict[int, LoadReport] = {}
+        self._told_s = 0.0
+        self._load_timer: asyncio.TimerHandle | None = None
+        self._watchdog = Watchdog(self._options.watchdog_s)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        self.dead: asyncio.Future[EngineDead] = self._loop.create_future()
+        self.changed = asyncio.Event()
+        """Set whenever `serving` may have changed."""
+        blocks = engine.profile.total_blocks // max(1, engine.profile.dp_size)
+        for rank in range(engine.profile.dp_size):
+            self._loads[rank] = LoadReport(total_blocks=blocks, dp_rank=rank)
+            metrics.load(self._loads[rank])
+        engine.listen(self._on_step, self._on_death)
+
+    @property
+    def serving(self) -> bool:
+        """Whether new requests are welcome."""
+        return not (self.draining or self._watchdog.stuck or self.dead.done())
+
+    @property
+    def requests(self) -> int:
+        """Requests admitted and not finished."""
+        return len(self._book)
+
+    @property
+    def step(self) -> int:
+        """The engine's step counter, as last heard."""
+        return self._step
+
+    def refuse(self) -> None:
+        """Raises Unavailable (DRAINING, ENGINE_DEAD) when nothing new is taken."""
+        if self.dead.done():
+            raise Unavailable(
+                "the engine is dead; the worker is about to end", reason="ENGINE_DEAD"
+            )
+        if self.draining:
+            raise Unavailable("this worker drains and takes nothing new", reason="DRAINING")
+
+    async def start(self, generation: Generation, sink: Sink) -> str:
+        """Starts a request, whose news go to `sink`; returns the id for `abort`.
+
+        Raises InvalidRequest, NotFound, FailedPrecondition, Overloaded or Unavailable; then the sink
+        hears nothing.
+        """
+        try:
+            return await self._start(generation, sink)
+        except ForebayError as exc:
+            self._metrics.refused.labels(exc.reason).inc()
+            raise
+
+    async def _start(self, generation: Generation, sink: Sink) -> str:
+        received_s = self._loop.time()
+        self.refuse()
+        if (wrong := check(generation, self._limits)) is not None:
+            raise error_from_number(wrong.code, wrong.reason, wrong.message, field=wrong.field)
+        adapter = self.cards.card.adapter(adapter_of(generation, self._limits))
+        tokens = (*generation.prompt, *generation.prior_output)
+        hashed = HashedAdapter(adapter.name, adapter.path) if adapter else None
+        keys = await self._keys(tokens, hashed, generation.cache_salt)
+        # Hashing may have taken a while: look again.
+        self.refuse()
+        if sink.closed:
+            raise Unavailable("the caller left", reason="CALLER_GONE")
+        if len(self._book) >= self._options.max_requests:
+            raise Overloaded(f"this worker has {len(self._book)} requests, as many as it may")
+        attempt = AttemptId(generation.attempt_id or new_id("att"))
+        id = f"{next(self._ids)}:{attempt}"
+        try:
+            self._engine.submit(
+                EngineRequest(
+                    id=id,
+                    token_ids=tokens,
+                    sampling=generation.sampling,
+                    cache_salt=generation.cache_salt,
+                    adapter=adapter.name if adapter else "",
+                    priority=generation.priority,
+                    dp_rank=generation.dp_rank,
+                )
+            )
+        except EngineDead as exc:
+            raise Unavailable(f"the engine is dead: {exc}", reason="ENGINE_DEAD") from exc
+        live = _Live(
+            request_id=generation.request_id,
+            sink=sink,
+            span=RequestSpan(self._tracer, generation, attempt),
+            received_s=received_s,
+            prompt_tokens=len(tokens),
+        )
+        if generation.deadline_s > 0:
+            live.timer = self._loop.call_later(generation.deadline_s, self._expire, id)
+        self._live[id] = live
+        self._idle.clear()
+        max_new = min(generation.sampling.max_tokens, self._limits.max_model_len - len(tokens))
+        event = self._book.admit(id, attempt, len(tokens), max_new, keys, generation.dp_rank or 0)
+        self._metrics.admitted.inc()
+        self._metrics.requests.set(len(self._book))
+        self._publisher.publish((event,))
+        return id
+
+    async def _keys(
+        self, tokens: Sequence[int], adapter: HashedAdapter | None, salt: str
+    ) -> list[BlockKey]:
+        size = self.cards.card.block_size
+        if len(tokens) <= HASH_OFF_LOOP_TOKENS:
+            return block_keys(tokens, size, adapter=adapter, cache_salt=salt)
+        return await asyncio.to_thread(block_keys, tokens, size, adapter=adapter, cache_salt=salt)
+
+    def abort(self, id: str, failure: Failure | None = None) -> None:
+        """Ends a request early, if it still runs. `failure` goes with its last delta."""
+        live = self._live.get(id)
+        if live is not None:
+            live.failure = live.failure or failure
+            self._engine.abort(id)
+
+    def _expire(self, id: str) -> None:
+        self.abort(id, failure_of(DeadlineExceeded("the request's deadline passed")))
+
+    def snapshot(self) -> Snapshot:
+        """Blocks, requests and load, exact at the publisher's last sequence."""
+        return Snapshot(
+            publisher=self.holder.id,
+            incarnation=self.holder.incarnation,
+            sequence=self._publisher.sequence,
+            blocks=self._mirror.blocks(),
+            requests=self._book.requests(),
+            load=self._loads[0],
+        )
+
+    async def reset_cache(self) -> int:
+        """Forgets all cached blocks; returns how many. Raises FailedPrecondition (CACHE_IN_USE)."""
+        self.refuse_dead()
+        blocks = len(self._mirror)
+        try:
+            done = await self._engine.reset_cache()
+        except EngineDead as exc:
+            raise Unavailable(f"the engine is dead: {exc}", reason="ENGINE_DEAD") from exc
+        if not done:
+            raise FailedPrecondition(
+                "requests hold blocks; nothing was reset", reason="CACHE_IN_USE"
+            )
+        return blocks
+
+    def refuse_dead(self) -> None:
+        """Raises Unavailable (ENGINE_DEAD) when the engine is gone; draining is fine."""
+        if self.dead.done():
+            self.refuse()
+
+    def begin_drain(self) -> None:
+        """Takes nothing new from now on."""
+        if not self.draining:
+            self.draining = True
+            self.changed.set()
+
+    async def drain(self, timeout_s: float | None, *, abort_rest: bool) -> int:
+        """Takes nothing new and waits for what runs; returns how many requests are left."""
+        self.begin_drain()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("requests are left at the end of the drain", requests=len(self._book))
+        if abort_rest:
+            for id in self._book.ids():
+                self.abort(id)
+        return len(self._book)
+
+    async def watch(self) -> None:
+        """Watches over the engine's progress until cancelled."""
+        interval_s = min(1.0, self._options.watchdog_s / 4)
+        while True:
+            was = self._watchdog.stuck
+            stuck = self._watchdog.observe(
+                self._loop.time(), busy=bool(self._live), progress=self._engine.progress
+            )
+            if stuck != was:
+                log.error("the engine is stuck") if stuck else log.info("the engine goes on")
+                self._metrics.stuck.set(stuck)
+                self.changed.set()
+            await asyncio.sleep(interval_s)
+
+    def _on_step(self, step: Step) -> None:
+        self._step = step.number
+        if step.seconds:
+            self._metrics.steps.observe(step.seconds)
+        events: list[Event] = [*self._mirror.apply(step.blocks)]
+        for output in step.outputs:
+            events.extend(self._on_output(step.number, output))
+        for load in step.loads:
+            self._loads[load.dp_rank] = self._report(load, step.number)
+            self._metrics.load(self._loads[load.dp_rank])
+        events.extend(self._due_loads())
+        self._publish(events)
+
+    def _publish(self, events: Sequence[Event]) -> None:
+        if events:
+            self._publisher.publish(events)
+        self._metrics.requests.set(len(self._book))
+        self._metrics.blocks.set(len(self._mirror))
+        self._metrics.unknown_drops.set(self._mirror.unknown_drops)
+        if not self._book:
+            self._idle.set()
+
+    def _on_output(self, step: int, output: Output) -> Sequence[Event]:
+        live = self._live.get(output.id)
+        if live is None:
+            return ()
+        now = self._loop.time()
+        live.output_tokens += len(output.token_ids)
+        self._metrics.output_tokens.inc(len(output.token_ids))
+        if output.queued_s is not None:
+            live.queue_s = output.queued_s
+            self._metrics.queue.observe(output.queued_s)
+        if output.cached_tokens is not None:
+            live.cached_tokens = output.cached_tokens
+            self._metrics.prompt_tokens.inc(live.prompt_tokens)
+            self._metrics.cached_tokens.inc(output.cached_tokens)
+        if output.token_ids and live.first_s is None:
+            live.first_s = now
+            self._metrics.first_token.observe(now - live.received_s)
+        failure = None
+        if output.finish is FinishReason.ABORT:
+            failure = live.failure
+        elif output.finish is FinishReason.ERROR:
+            failure = Failure(13, "ENGINE_ERROR", output.error or "the engine failed the request")
+        delta = Delta(
+            request_id=live.request_id,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            finish=output.finish,
+            stop_token_id=output.stop_token_id,
+            cached_tokens=output.cached_tokens,
+            failure=failure,
+        )
+        events = self._book.advance(
+            output.id,
+            len(output.token_ids),
+            output.cached_tokens,
+            finished=output.finish is not None,
+            aborted=output.finish in (FinishReason.ABORT, FinishReason.ERROR),
+        )
+        if output.finish is not None:
+            self._forget(output.id, output.finish)
+        live.sink.push(step, delta)
+        return events
+
+    def _forget(self, id: str, finish: FinishReason) -> None:
+        live = self._live.pop(id)
+        if live.timer is not None:
+            live.timer.cancel()
+        now = self._loop.time()
+        prefill_s = decode_s = None
+        if live.first_s is not None:
+            prefill_s = live.first_s - live.received_s - (live.queue_s or 0.0)
+            decode_s = now - live.first_s
+        live.span.end(
+            finish,
+            queue_s=live.queue_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            cached_tokens=live.cached_tokens,
+            output_tokens=live.output_tokens,
+        )
+        self._metrics.finished.labels(finish).inc()
+
+    def _report(self, load: EngineLoad, step: int) -> LoadReport:
+        pending = load.pending_prefill_tokens
+        return replace(
+            self._loads[load.dp_rank],
+            running_requests=load.running,
+            waiting_requests=load.waiting,
+            pending_prefill_tokens=(
+                self._book.pending_prefill_tokens() if pending is None else pending
+            ),
+            used_blocks=load.used_blocks,
+            steps=step,
+        )
+
+    def _due_loads(self) -> list[LoadReport]:
+        """Loads to be told now: changed ones, not more often than the interval, idle ones at once."""
+        changed = [
+            load
+            for rank, load in self._loads.items()
+            if replace(load, steps=0) != self._told.get(rank)
+        ]
+        if not changed:
+            return []
+        wait_s = self._told_s + self._options.load_report_interval_s - self._loop.time()
+        idle = all(not load.running_requests and not load.waiting_requests for load in changed)
+        if wait_s > 0 and not idle:
+            if self._load_timer is None:
+                self._load_timer = self._loop.call_later(wait_s, self._tell_loads)
+            return []
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+            self._load_timer = None
+        self._told_s = self._loop.time()
+        self._told.update((load.dp_rank, replace(load, steps=0)) for load in changed)
+        return changed
+
+    def _tell_loads(self) -> None:
+        self._load_timer = None
+        self._publish(self._due_loads())
+
+    def _on_death(self, dead: EngineDead) -> None:
+        if self.dead.done():
+            return
+        self.dead.set_result(dead)
+        log.error("the engine is dead", error=str(dead), requests=len(self._live))
+        failure = Failure(14, "ENGINE_DEAD", "the engine died; another worker can go on")
+        events: list[Event] = []
+        for id, live in list(self._live.items()):
+            events.extend(self._book.advance(id, 0, None, finished=True, aborted=True))
+            self._forget(id, FinishReason.ERROR)
+            live.sink.push(
+                self._step, Delta(live.request_id, finish=FinishReason.ERROR, failure=failure)
+            )
+        for rank, load in self._loads.items():
+            self._loads[rank] = LoadReport(
+                total_blocks=load.total_blocks, steps=load.steps, dp_rank=rank
+            )
+            self._metrics.load(self._loads[rank])
+        events.extend(self._due_loads())
+        self._publish(events)
+        self.changed.set()
+
+    def close(self) -> None:
+        """Stops the timers."""
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+        for live in self._live.values():
+            if live.timer is not None:
+                live.timer.cancel()
+
+    def check_open(self, worker_incarnation: int) -> None:
+        """Raises FailedPrecondition (WRONG_INCARNATION) when another life of this worker is meant."""
+        if worker_incarnation not in (0, self.holder.incarnation):
+            raise FailedPrecondition(
+                f"worker {self.holder.id!r} was started anew; look it up again",
+                reason="WRONG_INCARNATION",
+            )
+
+    def session_opened(self) -> None:
+        """Counts a session."""
+        self._metrics.sessions.inc()
+
+    def session_closed(self) -> None:
+        """Counts the end of a session."""
+        self._metrics.sessions.dec()

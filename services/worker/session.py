@@ -1,0 +1,106 @@
+"""One caller's requests: their ids, and their news on the way to a single writer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from services.common.errors import ForebayError, InvalidRequest, Overloaded
+from services.worker.core.backlog import Backlog, Frame
+from services.worker.core.model import Delta, FinishReason, Generation
+from services.worker.service import WorkerService, failure_of
+
+FRAME_LIMIT = 400_000
+"""Numbers in a frame: some 4 MB, well below the message limit even with one large share more."""
+
+
+class Session:
+    """Requests of one stream. Closing it, in whatever way, aborts all that still run."""
+
+    def __init__(self, service: WorkerService, gateway_id: str, share_limit: int) -> None:
+        self.gateway_id = gateway_id
+        self._service = service
+        self._backlog = Backlog(share_limit, FRAME_LIMIT)
+        self._ids: dict[str, str] = {}
+        self._starting: set[str] = set()
+        self._cut: set[str] = set()
+        self._news = asyncio.Event()
+        self._last = False
+        self._error: ForebayError | None = None
+        self._closed = False
+        service.session_opened()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody is left to read."""
+        return self._closed
+
+    async def start(self, generation: Generation) -> None:
+        """Starts a request. Raises ForebayError; its news then never come."""
+        name = generation.request_id
+        if not name:
+            raise InvalidRequest("request_id is empty", field="request_id")
+        if name in self._ids or name in self._starting:
+            raise InvalidRequest(f"request_id {name!r} runs already", field="request_id")
+        self._starting.add(name)
+        try:
+            self._ids[name] = await self._service.start(generation, self)
+        finally:
+            self._starting.discard(name)
+
+    def refuse(self, request_id: str, exc: ForebayError) -> None:
+        """Answers a request that could not be started."""
+        delta = Delta(request_id, finish=FinishReason.ERROR, failure=failure_of(exc))
+        self.push(self._service.step, delta)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request early; nothing happens when it ended before."""
+        if (id := self._ids.get(request_id)) is not None:
+            self._service.abort(id)
+
+    def push(self, step: int, delta: Delta) -> None:
+        """Takes news of a request."""
+        name = delta.request_id
+        if delta.finish is not None:
+            self._ids.pop(name, None)
+        if self._closed:
+            return
+        if name in self._cut:
+            if delta.finish is not None:
+                self._cut.discard(name)
+        elif not self._backlog.push(step, delta):
+            self._cut.add(name)
+            slow = Overloaded("the answer was not read fast enough and its backlog is full")
+            self._backlog.cut(name, failure_of(slow))
+            self.abort(name)
+        self._news.set()
+
+    def end(self, error: ForebayError | None = None) -> None:
+        """Nothing new comes in: frames end when all requests have ended, at once with an error."""
+        self._last = True
+        self._error = error
+        self._news.set()
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        """What is to be sent, merged while the reader is slow. Raises the error it was ended with."""
+        while not self._closed:
+            frame = self._backlog.take()
+            if frame is not None:
+                yield frame
+                continue
+            if self._error is not None:
+                raise self._error
+            if self._last and not self._ids and not self._starting:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    def close(self) -> None:
+        """Aborts what runs; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._service.session_closed()
+        for id in list(self._ids.values()):
+            self._service.abort(id)
+        self._news.set()

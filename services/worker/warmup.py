@@ -1,0 +1,54 @@
+"""One request before the first: it pays for what an engine does at first use, and leaves no trace."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.worker.core.model import Sampling
+from services.worker.engines.port import Engine, EngineDead, EngineRequest, Step
+from services.worker.errors import EngineStartError
+
+WARM_UP_TIMEOUT_S = 300.0
+
+
+async def warm_up(engine: Engine) -> None:
+    """Runs a short request with sampling and log probabilities, then forgets its blocks.
+
+    Raises EngineStartError when the engine does not answer it.
+    """
+    profile = engine.profile
+    done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def on_step(step: Step) -> None:
+        for output in step.outputs:
+            if output.finish is not None and not done.done():
+                done.set_result(output.error)
+
+    def on_death(dead: EngineDead) -> None:
+        if not done.done():
+            done.set_result(str(dead))
+
+    engine.listen(on_step, on_death)
+    length = max(1, min(2 * profile.block_size + 1, profile.max_model_len - 2))
+    prompt = [i % profile.vocab_size for i in range(length)]
+    sampling = Sampling(
+        max_tokens=2,
+        temperature=0.7,
+        top_p=0.9,
+        seed=1,
+        ignore_eos=True,
+        logprobs=min(1, profile.max_logprobs),
+    )
+    engine.submit(EngineRequest("warm-up", prompt, sampling))
+    try:
+        async with asyncio.timeout(WARM_UP_TIMEOUT_S):
+            error = await done
+            if error:
+                raise EngineStartError(f"the engine failed its first request: {error}")
+            # The blocks are free when the engine has noticed the end: with its next step at the latest.
+            while not await engine.reset_cache():
+                await asyncio.sleep(0.05)
+    except TimeoutError as exc:
+        raise EngineStartError(
+            f"the engine did not answer its first request within {WARM_UP_TIMEOUT_S:g} s"
+        ) from exc
