@@ -26,8 +26,8 @@ class ApiError(Exception):
     """Base of all errors that a client sees.
 
     `message` is for people and never holds prompt text, a body's bytes or a secret; `param` is the
-    path of the field at fault ("messages[0].role"); `code` is a word that programs compare; `headers`
-    are added to the HTTP answer.
+    path of the field at fault ("messages[0].role"); `code` is a word that programs compare;
+    `headers` are added to the HTTP answer.
     """
 
     default_status: ClassVar[int] = 500
@@ -53,7 +53,7 @@ class ApiError(Exception):
         self.headers: dict[str, str] = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON body: `{"error": {"message", "type", "param", "code"}}`, all four keys always."""
+        """The JSON body, `{"error": {"message", "type", "param", "code"}}`: always all four keys."""
         return {
             "error": {
                 "message": self.message,

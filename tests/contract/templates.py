@@ -1,4 +1,4 @@
-"""Chat templates in the styles that models come with. Written for these tests, not taken from models."""
+"""Chat templates in the styles that models come with, written for these tests."""
 
 CHATML = (
     "{% for message in messages %}"
@@ -26,7 +26,8 @@ LLAMA3 = """{{- bos_token }}
 {{- "<|start|>system<|end|>\\n\\nToday: " + date_string + "\\n\\n" + system_message + "<|eot|>" }}
 {%- for message in messages %}
     {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
+        {{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|eot|>'
+        }}
     {%- elif 'tool_calls' in message %}
         {%- if not message.tool_calls | length == 1 %}
             {{- raise_exception("Only one tool call at once!") }}
@@ -137,12 +138,9 @@ PARTS = """{{ bos_token }}
 
 PARTS_BY_MACRO = """{%- macro show(body) -%}
 {%- if body is string -%}{{ body }}
-{%- else -%}{%- for part in body if part.type == 'text' -%}{{ part.text }}{%- endfor -%}{%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-<|{{ message.role }}|>{{ show(message.content) | trim }}<|end|>
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
+{%- else -%}{%- for part in body if part.type == 'text' -%}{{ part.text }}{%- endfor -%}{%- endif
+-%} {%- endmacro -%} {%- for message in messages -%} <|{{ message.role }}|>{{ show(message.content)
+| trim }}<|end|> {%- endfor -%} {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
 """
 
 NO_SYSTEM = """{%- for message in messages %}

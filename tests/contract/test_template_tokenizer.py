@@ -31,9 +31,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "sentencepiece_llama_class": lambda p: _saved(
         kinds.sentencepiece(p, tokenizer_class="LlamaTokenizerFast", legacy=False)
     ),
-    "byte_level_gpt2_class": lambda p: _saved(
-        kinds.byte_level(p, tokenizer_class="GPT2Tokenizer")
-    ),
+    "byte_level_gpt2_class": lambda p: _saved(kinds.byte_level(p, tokenizer_class="GPT2Tokenizer")),
     "metaspace": kinds.metaspace,
     "wordpiece": kinds.wordpiece,
 }

@@ -72,7 +72,7 @@ def smollm2(cache_dir: Path) -> Path:
 
 
 def sentencepiece(folder: Path, **config: Any) -> Path:
-    """As Llama-2 and Mistral have it: blanks as U+2581, byte fallback, BOS by the post-processor."""
+    """As Llama-2 and Mistral have it: blanks as U+2581, byte fallback, BOS in front."""
     vocab: dict[str, int] = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for byte in range(256):
         vocab[f"<0x{byte:02X}>"] = len(vocab)

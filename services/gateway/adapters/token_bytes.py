@@ -1,8 +1,8 @@
 """The bytes of a token, read from the form in which a tokenizer.json stores it.
 
 Known are the two families of today's models: byte-level BPE, which writes each byte as a printable
-character, and SentencePiece, which writes a blank as U+2581 and a lone byte as "<0xE2>". Others have no
-bytes of their own (WordPiece joins with rules), and plan_token_bytes says so.
+character, and SentencePiece, which writes a blank as U+2581 and a lone byte as "<0xE2>". Others
+have no bytes of their own (WordPiece joins with rules), and plan_token_bytes says so.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _replaces_blank(step: dict[str, Any]) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 is itself, the other 68 lie from U+0100 on."""
+    """GPT-2's characters for bytes: printable Latin-1 is itself, the rest lies from U+0100 on."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in itself}
     others = [byte for byte in range(256) if byte not in set(itself)]
@@ -85,5 +85,7 @@ def _plain_blank(token: str) -> bytes:
 
 
 def _byte_fallback(token: str) -> bytes:
+    # Unlike the library, which spoils a whole run of byte tokens for one that is no UTF-8: a
+    # stream can't wait for the end of a run.
     byte = _BYTE_TOKEN.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else _plain_blank(token)

@@ -1,9 +1,10 @@
 """A model's tokenizer and chat template, from the files of its card.
 
-Equal to transformers' AutoTokenizer on the same directory (a contract test holds it to that), without
-its import of seconds. Only models with a tokenizer.json can be served. A few of transformers' classes (Llama,
-GPT-2) build their tokenizer by rules of their own, whatever that file says: for those the folder must be
-what save_pretrained makes of it, which holds the tokenizer as the engine uses it.
+Equal to transformers' AutoTokenizer on the same directory (a contract test holds it to that),
+without its import of seconds. Only models with a tokenizer.json can be served. A few of
+transformers' classes (Llama, GPT-2) build their tokenizer by rules of their own, whatever that
+file says: for those the folder must be what save_pretrained makes of it, which holds the tokenizer
+as the engine uses it.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class Tokenizer:
         }
         special = _special_tokens(config)
         _add_missing_tokens(backend, config, special)
-        # add_bos_token and add_eos_token are not looked at, just as transformers does: where there is a
-        # tokenizer.json, its post-processor alone says what stands round a text.
+        # add_bos_token and add_eos_token are not looked at, just as transformers does: where there
+        # is a tokenizer.json, its post-processor alone says what stands round a text.
         template_source = _template_source(directory, config)
         template = ChatTemplate(template_source, special) if template_source else None
         return cls(backend, plan_token_bytes(json.loads(source).get("decoder")), template, special)
@@ -141,7 +142,7 @@ class Tokenizer:
         return ids
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """As encode; long texts are encoded off the loop, in few threads (the library frees the GIL).
+        """As encode; long texts are encoded off the loop, in few threads (the GIL is free then).
 
         Cancelling gives up the wait; a text that is being encoded is finished for nobody.
         """
@@ -231,7 +232,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any]
 ) -> None:
-    """Tokens that the configuration knows and tokenizer.json does not, and those it calls special."""
+    """Adds what the configuration knows and tokenizer.json does not, or does not call special."""
     known = {t.content: t for t in backend.get_added_tokens_decoder().values()}
     stored = config.get("added_tokens_decoder")
     for _, entry in sorted(_by_id(stored)):

@@ -20,7 +20,8 @@ class ChoiceDelta:
     """What a choice gained.
 
     `logprobs` are of the tokens whose text is in `text` (or in this delta's share of it).
-    `want_abort` is True exactly once, when a stop string ended a sequence that the worker still runs.
+    `want_abort` is True exactly once, when a stop string ended a sequence that the worker still
+    runs.
     """
 
     text: str
@@ -82,8 +83,8 @@ class Choice:
     ) -> ChoiceDelta:
         """Takes a worker's delta. `logprobs` is empty or has one entry for each token.
 
-        With "stop" the last token is an end or stop token (`stop_token_id` names it, if it is not the
-        model's own end); its text is not shown, unless the client wants stops included.
+        With "stop" the last token is an end or stop token (`stop_token_id` names it, if it is not
+        the model's own end); its text is not shown, unless the client wants stops included.
         """
         if self.finished:
             return NOTHING
@@ -145,7 +146,7 @@ class Choice:
         return ChoiceDelta(text, tuple(ready), self.finish_reason, want_abort)
 
     def _is_shown(self, waiting: _Waiting) -> bool:
-        """While text may still come: when all of the token's is out. At the end: when any of it is."""
+        """While text may come: when all of the token's is out. At the end: when any of it is."""
         if not self.finished:
             return waiting.end is not None and waiting.end <= self._shown_chars
         begin = waiting.entry.text_offset

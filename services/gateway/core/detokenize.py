@@ -1,8 +1,8 @@
 """Token ids to text, bit by bit, without ever showing half a character.
 
-Two ways. Where a token's text is its own bytes (byte-level BPE; SentencePiece with byte fallback), the
-bytes run through an incremental UTF-8 decoder: exact, and cheap. For other tokenizers the text of a
-growing window is decoded again and its new end taken.
+Two ways. Where a token's text is its own bytes (byte-level BPE; SentencePiece with byte fallback),
+the bytes run through an incremental UTF-8 decoder: exact, and cheap. For other tokenizers the text
+of a growing window is decoded again and its new end taken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
-"""Tokens of the prompt that the windowed way decodes along, for what depends on what stands before."""
+"""Tokens before the new ones that the windowed way decodes along, since text depends on them."""
 _LONGEST_HALF = 12
 """Tokens after which a replacement character is taken for real and no longer waited on."""
 
@@ -27,7 +27,7 @@ class TokenDecoder(Protocol):
 
     @property
     def strips_first_space(self) -> bool:
-        """Whether decoding drops the blank with which a first token begins. Only with byte_exact."""
+        """Whether decoding drops the blank of a first token. Only with byte_exact."""
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The token's own bytes; None for an id that does not exist."""
@@ -42,8 +42,8 @@ class TokenDecoder(Protocol):
 class Detokenizer:
     """Text of one sequence.
 
-    The concatenation of all that it gives is the text that `prompt_ids` and the tokens have together,
-    less that of `prompt_ids`; without a prompt it equals decoding all tokens at once.
+    The concatenation of all that it gives is the text that `prompt_ids` and the tokens have
+    together, less that of `prompt_ids`; without a prompt it equals decoding all tokens at once.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""A request body to a Python dict, or a BadRequest: JSON as the standard has it, and text that is text.
+"""A request body to a dict or a BadRequest: JSON as the standard has it, text that is text.
 
-Python's parser takes NaN, Infinity, numbers beyond a float and lone surrogates; none of them may reach
-a tokenizer, a protobuf or an answer, so all are found here, wherever in the body they are.
+Python's parser takes NaN, Infinity, numbers beyond a float and lone surrogates; none of them may
+reach a tokenizer, a protobuf or an answer, so all are found here, wherever in the body they are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def parse_object(body: bytes) -> dict[str, object]:
         value = json.loads(text, parse_float=number, parse_constant=number)
     except json.JSONDecodeError as exc:
         raise BadRequest(
-            f"The request body is not valid JSON: {exc.msg} (line {exc.lineno}, column {exc.colno}).",
+            f"The request body is not valid JSON: {exc.msg} "
+            f"(line {exc.lineno}, column {exc.colno}).",
             code="invalid_json",
         ) from None
     except RecursionError:

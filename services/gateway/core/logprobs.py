@@ -44,8 +44,8 @@ def chat_logprobs(
 ) -> dict[str, Any]:
     """`{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}`, as chat has it.
 
-    A token whose bytes are no whole characters is shown as OpenAI does, "\\xf0\\x9f" escaped; `bytes`
-    are exact always.
+    A token whose bytes are no whole characters is shown as OpenAI does, "\\xf0\\x9f" escaped;
+    `bytes` are exact always.
     """
 
     def shown(token_id: int, logprob: float) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`, as completions have it.
 
-    The chosen token is always among its position's top_logprobs, so they may hold logprobs + 1. Tokens
-    whose bytes are no whole characters are shown as "bytes:\\xf0\\x9f".
+    The chosen token is always among its position's top_logprobs, so they may hold logprobs + 1.
+    Tokens whose bytes are no whole characters are shown as "bytes:\\xf0\\x9f".
     """
     texts = [_text(tokens.token_bytes(e.position.token_id) or b"", "bytes:") for e in entries]
     top: list[dict[str, float]] = []

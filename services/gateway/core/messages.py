@@ -1,7 +1,7 @@
 """Chat messages: JSON to checked messages.
 
-Content may be text or a list of text parts. Parts of other kinds are known to OpenAI's clients but not
-built here, and so are refused with "unsupported_parameter".
+Content may be text or a list of text parts. Parts of other kinds are known to OpenAI's clients but
+not built here, and so are refused with "unsupported_parameter".
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _OTHER_MEDIA = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. `content` is text, a tuple of text parts, or None (assistant with tool calls only).
+    """One message. `content` is text, text parts, or None (assistant with tool calls only).
 
-    `tool_calls` are OpenAI's objects: {"id", "type": "function", "function": {"name", "arguments"}}.
+    `tool_calls` are OpenAI's objects: {"id", "type": "function", "function": {"name",
+    "arguments"}}.
     """
 
     role: str

@@ -1,9 +1,9 @@
 """What OpenAI clients send: bodies to checked requests, or a BadRequest that names the field.
 
-Unknown fields are ignored, as vLLM and its kin do: clients and SDKs send fields of other servers and of
-newer APIs, and refusing them would break working programs. But a *known* field that is not built here
-is never ignored: it is refused with code "unsupported_parameter" (core/unsupported.py). A field that is
-null counts as absent. Numbers are numbers: "4", 4.5 and true are no integers.
+Unknown fields are ignored, as vLLM and its kin do: clients and SDKs send fields of other servers
+and of newer APIs, and refusing them would break working programs. But a *known* field that is not
+built here is never ignored: it is refused with code "unsupported_parameter" (core/unsupported.py).
+A field that is null counts as absent. Numbers are numbers: "4", 4.5 and true are no integers.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class GenerationRequest(_Strict):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Alternatives wanted at each position: None no log probabilities, 0 only the chosen token's."""
+        """Alternatives wanted at each position; 0: only the chosen token; None: nothing."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -240,7 +240,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Alternatives wanted at each position: None no log probabilities, 0 only the chosen token's."""
+        """Alternatives wanted at each position; 0: only the chosen token; None: nothing."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -267,7 +267,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Alternatives wanted at each position: None no log probabilities, 0 only the chosen token's."""
+        """Alternatives wanted at each position; 0: only the chosen token; None: nothing."""
         return self.logprobs
 
     @model_validator(mode="after")
@@ -288,7 +288,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """The request in a body. Raises BadRequest for whatever is wrong with it, before anything is sent."""
+    """The request in a body. Raises BadRequest for whatever is wrong with it."""
     fields = _given(body)
     refuse_unsupported(fields, chat=True)
     if fields.get("continue_final_message") is True:
@@ -325,7 +325,7 @@ def _validated(cls: type[_Request], fields: dict[str, Any]) -> _Request:
 
 
 def _bad_request(exc: ValidationError) -> BadRequest:
-    """The first error in OpenAI's words. Pydantic's message says what would be right, not what was."""
+    """The first error in OpenAI's words: what would be right, never what was sent."""
     error = exc.errors(include_url=False, include_input=False, include_context=False)[0]
     param = ""
     for step in error["loc"]:

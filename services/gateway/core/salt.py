@@ -6,9 +6,9 @@ import hashlib
 def effective_salt(tenant_salt: str = "", request_salt: str | None = None) -> str:
     """The salt that goes into the first block's hash.
 
-    Empty when neither salt is given (blocks are shared by all who have none). Otherwise the hex SHA-256
-    of both, each with its length before it, so that no two different pairs ever meet and the engine
-    never learns the salts themselves.
+    Empty when neither salt is given (blocks are shared by all who have none). Otherwise the hex
+    SHA-256 of both, each with its length before it, so that no two different pairs ever meet and
+    the engine never learns the salts themselves.
     """
     request_salt = request_salt or ""
     if not tenant_salt and not request_salt:

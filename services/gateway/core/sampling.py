@@ -1,4 +1,4 @@
-"""How a request samples: the client's wishes, the model's defaults and the context's limit in one."""
+"""How a request samples: the client's wishes, the model's defaults, the context's limit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LEAST_TOP_P = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """forebay.worker.v1.SamplingParams as a domain type, with what the gateway itself does with text.
+    """forebay.worker.v1.SamplingParams as a domain type, and what the gateway does with text.
 
-    Fields up to `allowed_token_ids` go to the worker under the same names (None: leave the field out);
-    `stop`, `include_stop_str`, `skip_special_tokens` and `n` are the gateway's own business.
+    Fields up to `allowed_token_ids` go to the worker under the same names (None: leave the field
+    out); `stop`, `include_stop_str`, `skip_special_tokens` and `n` are the gateway's own business.
     """
 
     max_tokens: int
@@ -67,13 +67,14 @@ def resolve_sampling(request: GenerationRequest, card: ModelCard, prompt_tokens:
     """How `request` samples on the model of `card`, after a prompt of `prompt_tokens`.
 
     What the request leaves out comes from the model's generation defaults, then from OpenAI's.
-    Raises ContextLengthExceeded when there is no room, BadRequest for values out of the model's bounds.
+    Raises ContextLengthExceeded when there is no room, BadRequest for values out of the model's
+    bounds.
     """
     max_tokens = _max_tokens(request, card, prompt_tokens)
     if request.min_tokens > max_tokens:
         raise BadRequest(
-            f"Invalid value for 'min_tokens': must not be greater than the {max_tokens} tokens that "
-            "may be produced.",
+            f"Invalid value for 'min_tokens': must not be greater than the {max_tokens} tokens "
+            "that may be produced.",
             param="min_tokens",
             code="invalid_value",
         )
@@ -106,7 +107,8 @@ def resolve_sampling(request: GenerationRequest, card: ModelCard, prompt_tokens:
         presence_penalty=_first(request.presence_penalty, None, 0.0),
         frequency_penalty=_first(request.frequency_penalty, None, 0.0),
         repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
-        # Engines read -1 as "no seed"; a client that names a seed wants it kept, so none is negative.
+        # Engines read -1 as "no seed"; a client that names a seed wants it kept, so none is
+        # negative.
         seed=None if request.seed is None else request.seed & _SEED_MASK,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
@@ -140,8 +142,8 @@ def _max_tokens(request: GenerationRequest, card: ModelCard, prompt_tokens: int)
         # A number with a million digits is nothing to print.
         shown = str(wanted) if wanted < 2**63 else "far more"
         raise ContextLengthExceeded(
-            f"Invalid value for '{request.output_limit_param}': this model's maximum context length "
-            f"is {limit} tokens, of which the prompt takes {prompt_tokens}; {shown} were asked for "
+            f"Invalid value for '{request.output_limit_param}': this model's maximum context "
+            f"length is {limit} tokens, of which the prompt takes {prompt_tokens}; {shown} were asked for "
             f"and at most {room} fit.",
             param=request.output_limit_param,
         )

@@ -1,8 +1,8 @@
 """Stop strings over a stream of text: found wherever they fall, never shown in part.
 
-Each stop string has a Knuth-Morris-Pratt automaton; its state is how much of the stop the text now ends
-with, which is just what must be held back. So the result does not depend on how the text is cut into
-pieces, and each character costs one step a stop string.
+Each stop string has a Knuth-Morris-Pratt automaton; its state is how much of the stop the text now
+ends with, which is just what must be held back. So the result does not depend on how the text is
+cut into pieces, and each character costs one step a stop string.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Cuts a stream of text at the first stop string that is completed (of several, the longest)."""
+    """Cuts a stream of text at the first stop string that is complete (of several, the longest)."""
 
     def __init__(self, stops: Sequence[str], include_stop_str: bool = False) -> None:
-        """`stops` are not empty texts; with `include_stop_str` the text ends with the stop string."""
+        """No stop is an empty text; with `include_stop_str` the text ends with the stop."""
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = [_Automaton(stop) for stop in dict.fromkeys(stops)]
@@ -28,9 +28,10 @@ class StopMatcher:
         return self._stopped
 
     def push(self, text: str, *, armed: bool = True) -> str:
-        """The text that may be shown now; the rest is held until it is no longer a stop's beginning.
+        """The text that may be shown now; what may be a stop's beginning is held.
 
-        Not `armed` (min_tokens is not reached): a stop that is completed in this text does not count.
+        Not `armed` (min_tokens is not reached): a stop that is completed in this text does not
+        count.
         """
         if self._stopped or not text:
             return ""

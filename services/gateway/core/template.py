@@ -1,9 +1,9 @@
 """Chat templates: messages to the one string that the model was trained to read.
 
-The environment (sandbox, extensions, filters, globals) is that of transformers' apply_chat_template, and
-the rendered text is equal to it (a contract test holds it to that). On top of it stands what OpenAI's
-API promises and templates don't know: content as a list of parts, tool call arguments as JSON text, the
-role `developer`.
+The environment (sandbox, extensions, filters, globals) is that of transformers'
+apply_chat_template, and the rendered text is equal to it (a contract test holds it to that). On
+top of it stands what OpenAI's API promises and templates don't know: content as a list of parts,
+tool call arguments as JSON text, the role `developer`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ContentFormat(StrEnum):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model itself writes, for training; here it is transparent."""
+    """`{% generation %}` marks what the model writes, for training; here it is transparent."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
@@ -201,8 +201,8 @@ class ChatTemplate:
 def _parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """Templates want arguments as an object; clients send JSON text.
 
-    Text that is no JSON object is what a model once wrote; refusing it would end the conversation, so it
-    stays as it is.
+    Text that is no JSON object is what a model once wrote; refusing it would end the conversation,
+    so it stays as it is.
     """
     function = call["function"]
     arguments = function["arguments"]
@@ -237,8 +237,8 @@ def _cut_at_mark(prompt: str, final: str) -> str:
     at = prompt.rfind(_TAG.strip())
     if at < 0 or final.strip() not in prompt:
         raise BadRequest(
-            "This model's chat template does not show the final message as it is, so that it can't be "
-            "continued.",
+            "This model's chat template does not show the final message as it is, so that it "
+            "can't be continued.",
             param="continue_final_message",
         )
     cut = prompt[:at]

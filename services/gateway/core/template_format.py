@@ -1,7 +1,7 @@
 """Whether a chat template wants a message's content as text or as a list of parts.
 
-Templates don't say it; it is read from their syntax tree: one that loops over a message's content wants
-parts. Names are followed through `set`, `for` and macro parameters, without regard to scope.
+Templates don't say it; it is read from their syntax tree: one that loops over a message's content
+wants parts. Names are followed through `set`, `for` and macro parameters, without regard to scope.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def loops_over_content(tree: nodes.Template) -> bool:
 def _closure(
     tree: nodes.Template, known: set[str], matches: Callable[[nodes.Node, set[str]], bool]
 ) -> set[str]:
-    """All names that get a matching value by `set` or as a macro's argument, however many steps on."""
+    """All names that get a matching value by `set` or as a macro's argument, at any remove."""
     bindings = [
         *(
             (_name(assign.target), source)
@@ -94,7 +94,7 @@ def _name(expr: nodes.Node) -> str:
 
 
 def _key(expr: nodes.Node) -> object:
-    """The constant by which an expression takes something out of another; None for other expressions."""
+    """The constant by which an expression takes something out of another, or None."""
     if isinstance(expr, nodes.Getattr):
         return expr.attr
     if isinstance(expr, nodes.Getitem) and isinstance(expr.arg, nodes.Const):

@@ -1,7 +1,7 @@
 """Known parameters that are not built here yet: refused, never ignored.
 
-Each has the values under which it asks for nothing; with any other value the answer would not be what
-the client asked for, so the client is told.
+Each has the values under which it asks for nothing; with any other value the answer would not be
+what the client asked for, so the client is told.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from typing import Any
 class Usage:
     """Tokens of one response.
 
-    `prompt_tokens` counts each prompt once, however many choices were made of it; `completion_tokens`
-    is the sum over choices; `cached_tokens` are prompt tokens that the engine did not compute, the
-    largest of the choices of a prompt (later choices of the same prompt would only flatter).
+    `prompt_tokens` counts each prompt once, however many choices were made of it;
+    `completion_tokens` is the sum over choices; `cached_tokens` are prompt tokens that the engine
+    did not compute, the largest of the choices of a prompt (later choices of the same prompt would
+    only flatter).
     """
 
     prompt_tokens: int
