@@ -37,8 +37,6 @@ def convert(source: Path, folder: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
     )
     _say("writing the model", 0.95)
-    # The name inside the GGUF is that of a training run; it would show up in the engine's logs.
-    model.config._name_or_path = folder.name  # noqa: SLF001
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

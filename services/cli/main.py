@@ -252,7 +252,9 @@ def model(
 def demo_routing(
     requests: Annotated[int, typer.Option(min=1, help="How often the prompt is sent.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
-    output: Annotated[Path, typer.Option(help="The picture.")] = Path("forebay-routing.png"),
+    output: Annotated[
+        Path, typer.Option("--output", "--png", help="File for the picture (PNG).")
+    ] = Path("forebay-routing.png"),
     model: Annotated[
         str, typer.Option(help=f"'{SMALL_MODEL}', a model folder, or a hub id.")
     ] = SMALL_MODEL,

@@ -125,8 +125,7 @@ def prepare_small(folder: Path, source: Path, converter: Converter, on_stage: On
             )
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            # Named as the result will be: the converter writes the folder's name into the model.
-            made = scratch / folder.name
+            made = scratch / "new"
             made.mkdir()
             converter(source, made, on_stage)
             if missing := [n for n in _NEEDED if not (made / n).is_file()]:

@@ -18,10 +18,13 @@ import msgspec
 from services.cli.config import child_environment
 from services.cli.errors import CliError, PortTaken, StartFailed, StateError
 from services.cli.up.options import UpOptions
+from services.cli.up.process import ProcessRef, find, send, wait_gone
 from services.cli.up.run import Cluster, StopRequests, run_cluster
 from services.cli.up.spec import ProcessView, tail
 from services.cli.up.view import PipeReporter, Reporter
 
+_END_S = 30.0
+"""Longest wait for a daemon to end beyond its drain timeout."""
 _ERRORS = {cls.__name__: cls for cls in (CliError, PortTaken, StartFailed, StateError)}
 
 
@@ -40,7 +43,8 @@ def start_daemon(options: UpOptions, reporter: Reporter) -> None:
         ) from exc
     read_fd, write_fd = os.pipe()
     with (logs / "supervisor.log").open("ab") as log, os.fdopen(read_fd, "rb") as said:
-        process = subprocess.Popen(
+        # This process ends at once: its child is the daemon, and nobody's to wait for.
+        subprocess.run(
             [
                 sys.executable,
                 "-P",
@@ -49,36 +53,40 @@ def start_daemon(options: UpOptions, reporter: Reporter) -> None:
                 str(write_fd),
                 options.state_dir,
             ],
-            stdin=subprocess.PIPE,
+            input=options.to_json(),
             stdout=log,
             stderr=log,
             pass_fds=(write_fd,),
             start_new_session=True,
             env=child_environment({}),
+            check=False,
         )
         os.close(write_fd)
-        assert process.stdin is not None
-        with process.stdin as stdin:
-            stdin.write(options.to_json())
+        supervisor: ProcessRef | None = None
         try:
             for line in said:
                 message = json.loads(line)
-                if "ready" in message:
+                if "pid" in message:
+                    supervisor = find(message["pid"])
+                elif "ready" in message:
                     return
-                if "failed" in message:
-                    process.wait()
+                elif "failed" in message:
+                    if supervisor is not None:
+                        wait_gone(supervisor, _END_S)
                     raise _error(message["failed"])
-                _relay(message, reporter)
+                else:
+                    _relay(message, reporter)
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
+            if supervisor is not None:
+                send(supervisor, signal.SIGTERM)
+                wait_gone(supervisor, options.drain_timeout_s + _END_S)
             raise
-        code = process.wait()
-        raise StartFailed(
-            f"the supervisor ended before the cluster was ready (exit code {code})",
-            process="supervisor",
-            tail=tail(logs / "supervisor.log"),
-        )
+    raise StartFailed(
+        "the supervisor ended before the cluster was ready",
+        process="supervisor",
+        tail=tail(logs / "supervisor.log"),
+        hint=f"Its whole log: {logs / 'supervisor.log'}",
+    )
 
 
 def _relay(message: dict[str, Any], reporter: Reporter) -> None:
@@ -117,8 +125,11 @@ async def _main(options: UpOptions, reporter: PipeReporter) -> None:
 
 def main() -> None:
     """The daemon: argv[1] is the pipe's descriptor, stdin holds the options."""
-    reporter = PipeReporter(int(sys.argv[1]))
     options = UpOptions.from_json(sys.stdin.buffer.read())
+    if os.fork() != 0:  # before anything has made a thread
+        os._exit(0)
+    reporter = PipeReporter(int(sys.argv[1]))
+    reporter.send({"pid": os.getpid()})
     try:
         asyncio.run(_main(options, reporter))
     except CliError as exc:

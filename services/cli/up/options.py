@@ -59,6 +59,8 @@ class UpOptions:
     """OTLP/gRPC collector for traces; empty: none."""
     config: str = ""
     """Settings file for the services (TOML: tables [shared], [gateway], [router], [worker])."""
+    python: str = ""
+    """Interpreter that runs the services; empty: the one that runs us."""
     restart: bool = True
     """Whether what dies is started again."""
     start_timeout_s: float = 300.0

@@ -154,7 +154,7 @@ def service_specs(options: UpOptions, ports: Ports) -> tuple[ProcessSpec, ...]:
             kind=kind,
             # -P: a directory called `services` where the user happens to stand is none of ours.
             command=(
-                sys.executable,
+                options.python or sys.executable,
                 "-P",
                 "-m",
                 f"services.{kind}",

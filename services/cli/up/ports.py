@@ -4,6 +4,7 @@ Free ports are drawn from below the kernel's ephemeral range, so that no outgoin
 one between the draw and the bind.
 """
 
+import contextlib
 import os
 import random
 import socket
@@ -43,7 +44,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 def listening_inodes(table: str, port: int) -> set[str]:
     """Inodes of the sockets that listen on `port`, from the text of /proc/net/tcp or tcp6."""
-    found = set()
+    found: set[str] = set()
     for line in table.splitlines()[1:]:
         fields = line.split()
         if len(fields) < 10 or fields[3] != _LISTEN:
@@ -67,14 +68,23 @@ def holder(port: int) -> str:
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
-        try:
-            links = [os.readlink(fd) for fd in (folder / "fd").iterdir()]
-        except OSError:  # it ended meanwhile, or belongs to another user
-            continue
-        if not wanted.isdisjoint(links):
+        if not wanted.isdisjoint(_links(folder / "fd")):
             command = command_line(int(folder.name))
             return f"pid {folder.name}, {command[:120] or 'unknown command'}"
     return "a process of another user"
+
+
+def _links(folder: Path) -> set[str]:
+    """What the open files of a process are; those that can't be read (any more) are left out."""
+    found: set[str] = set()
+    try:
+        files = list(folder.iterdir())
+    except OSError:  # it ended, or belongs to another user
+        return found
+    for file in files:
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(file))
+    return found
 
 
 def check_free(uses: Iterable[PortUse]) -> None:

@@ -64,13 +64,11 @@ class _Keeper:
 
     def want(self, spec: ProcessSpec | None = None) -> None:
         """Asks for the process to run, by a new spec if one is given."""
-        if spec is not None:
-            self.spec = spec
-            self._set(command=spec.command, env=spec.env)
+        self.spec = spec or self.spec
         if self.view.state in _ENDED:
             # Set here already, so that whoever waits for it does not see the end of an older life.
             self._was_ready = False
-            self._set(state=ProcessState.STARTING, detail="")
+            self._set(state=ProcessState.STARTING, detail="", **_words(self.spec))
         self._unwanted.clear()
         self._wanted.set()
 
@@ -179,6 +177,7 @@ class _Keeper:
             start_time=ref.start_time if ref else 0,
             ready=Ready(),
             detail="",
+            **_words(spec),
         )
         if self._unwanted.is_set() and ref is not None:  # stopped while it was being started
             send(ref, signal.SIGTERM)
@@ -322,6 +321,10 @@ async def supervise(
                 supervisor.close()
     except BaseExceptionGroup as group:
         raise single(group) from None
+
+
+def _words(spec: ProcessSpec) -> dict[str, object]:
+    return {"command": spec.command, "env": spec.env}
 
 
 def _gone(code: int) -> dict[str, int]:

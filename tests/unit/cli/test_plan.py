@@ -1,0 +1,141 @@
+"""From options to processes: ports, flags, and what must not be on a command line."""
+
+import json
+import random
+
+import pytest
+
+from services.cli.errors import UsageError
+from services.cli.up.options import UpOptions
+from services.cli.up.plan import etcd_spec, plan_ports, service_specs
+from services.cli.up.spec import ProcessSpec
+
+
+def options(**changes: object) -> UpOptions:
+    base = {"state_dir": "/state", "model": "/models/m", "served_model_name": "m"}
+    return UpOptions(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def by_name(given: UpOptions) -> dict[str, ProcessSpec]:
+    return {s.name: s for s in service_specs(given, plan_ports(given))}
+
+
+def test_default_ports_are_the_documented_ones() -> None:
+    ports = plan_ports(options(workers=3, routers=2))
+    assert (ports.gateway, ports.gateway_metrics) == (8000, 8001)
+    assert ports.routers == ((8100, 8101), (8110, 8111))
+    assert ports.workers == ((8200, 8201, 8202), (8210, 8211, 8212), (8220, 8221, 8222))
+    assert (ports.etcd, ports.etcd_peer) == (2379, 2380)
+    flags = {use.port: use.flag for use in ports.uses("127.0.0.1")}
+    assert flags[8211] == "--worker-port" and flags[2380] == "--etcd-port"
+    assert len(flags) == 2 + 4 + 9 + 2
+
+
+def test_ports_that_collide_are_refused() -> None:
+    with pytest.raises(UsageError, match="port 8110 would be used twice"):
+        plan_ports(options(routers=2, worker_port=8110))
+    with pytest.raises(UsageError, match="not in 1 to 65535"):
+        plan_ports(options(worker_port=65534))
+
+
+def test_auto_ports_leave_the_choice_to_the_processes() -> None:
+    ports = plan_ports(options(auto_ports=True), random.Random(3))
+    assert ports.workers == ((0, 0, 0),) * 2
+    assert len({ports.gateway, ports.etcd, ports.etcd_peer}) == 3
+    assert 0 not in (ports.gateway, ports.etcd)
+    assert {use.port for use in ports.uses("127.0.0.1")} == {
+        ports.gateway,
+        ports.etcd,
+        ports.etcd_peer,
+    }
+
+
+def test_somebody_elses_etcd_needs_no_port() -> None:
+    ports = plan_ports(options(etcd="there:2379"))
+    assert ports.etcd == 0
+    worker = by_name(options(etcd="there:2379"))["worker-0"]
+    assert "--etcd-endpoints=there:2379" in worker.command
+
+
+def test_commands_carry_what_was_asked_for() -> None:
+    specs = by_name(
+        options(
+            float32=True,
+            kv_cache_gb=0.5,
+            max_model_len=2048,
+            engine_args='{"max_num_seqs": 4}',
+            adapters="a=/x",
+            policy="random",
+            host="0.0.0.0",
+            config="/c.toml",
+            otlp_endpoint="http://o:4317",
+        )
+    )
+    assert list(specs) == ["router-0", "worker-0", "worker-1", "gateway-0"]
+    worker = specs["worker-1"].command
+    assert worker[1:4] == ("-P", "-m", "services.worker")
+    for flag in (
+        "--id=worker-1",
+        "--model=/models/m",
+        "--served-model-name=m",
+        "--port=8210",
+        "--events-port=8211",
+        "--metrics-port=8212",
+        "--dtype=float32",
+        "--kv-cache-gb=0.5",
+        "--max-model-len=2048",
+        '--engine-args={"max_num_seqs": 4}',
+        "--adapters=a=/x",
+        "--ready-file=/state/run/worker-1.json",
+        "--etcd-endpoints=127.0.0.1:2379",
+        "--host=127.0.0.1",  # only the gateway leaves loopback
+    ):
+        assert flag in worker, flag
+    assert "--host=0.0.0.0" in specs["gateway-0"].command
+    assert "--host=127.0.0.1" in specs["router-0"].command
+    assert "--policy=random" in specs["router-0"].command
+    assert all(s.env["FOREBAY_CONFIG"] == "/c.toml" for s in specs.values())
+    assert all(s.env["FOREBAY_OTLP_ENDPOINT"] == "http://o:4317" for s in specs.values())
+
+
+def test_what_was_not_asked_for_stays_the_services_own() -> None:
+    worker = by_name(options())["worker-0"].command
+    assert not [f for f in worker if f.startswith(("--dtype", "--kv", "--max", "--engine", "--ad"))]
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(9)))
+    monkeypatch.delenv("FOREBAY_WORKER_THREADS", raising=False)
+    assert by_name(options())["worker-0"].env["FOREBAY_WORKER_THREADS"] == "4"
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    assert by_name(options())["worker-0"].env["FOREBAY_WORKER_THREADS"] == "1"
+    monkeypatch.setenv("FOREBAY_WORKER_THREADS", "3")
+    assert "FOREBAY_WORKER_THREADS" not in by_name(options())["worker-0"].env
+
+
+def test_etcd_stays_on_loopback(tmp_path: object) -> None:
+    from pathlib import Path
+
+    command = etcd_spec(plan_ports(options(host="0.0.0.0")), Path("/state")).command
+    assert "--listen-client-urls=http://127.0.0.1:2379" in command
+    assert "--data-dir=/state/etcd" in command
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"policy": "best"}, "--policy is 'best'"),
+        ({"workers": 0}, "at least 1"),
+        ({"engine_args": "{"}, "--engine-args is not JSON"),
+        ({"engine_args": "[1]"}, "must be a JSON object, not list"),
+    ],
+)
+def test_wrong_options_name_the_flag(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        options(**wrong)
+
+
+def test_options_survive_the_way_to_the_daemon() -> None:
+    given = options(kv_cache_gb=0.25, restart=False, adapters="a=/x")
+    assert UpOptions.from_json(given.to_json()) == given
+    assert json.loads(given.to_json())["restart"] is False
