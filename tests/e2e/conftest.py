@@ -14,7 +14,7 @@ import pytest
 from forebay.router.v1 import router_pb2
 
 from tests.conftest import LOGS
-from tests.support.client import RouterClient, WorkerClient, chat_body, http_client
+from tests.support.client import RouterClient, WorkerClient, chat_body, http_client, metric
 from tests.support.cluster import MODEL, Cluster, open_cluster
 from tests.support.etcd import Etcd
 from tests.support.otlp import Collector, open_collector
@@ -102,15 +102,20 @@ async def settle(cluster: Cluster) -> None:
     for name in cluster.workers:
         async with WorkerClient(cluster.ready(name).address) as worker:
             await until(worker.requests, lambda n: n == 0, within_s=5, what=f"idle {name}")
+    address = cluster.ready("gateway-0").metrics_address
+    await until(
+        lambda: metric(address, "forebay_gateway_router_connected"), within_s=10, what="router"
+    )
+    await until(
+        lambda: metric(address, "forebay_gateway_workers_connected"),
+        lambda n: n == len(cluster.workers),
+        within_s=10,
+        what="sessions with all workers",
+    )
     async with http_client(cluster.url()) as client:
-        await until(
-            lambda: client.post(
-                "/v1/chat/completions", json=chat_body(MODEL, "still there?", max_tokens=1)
-            ),
-            lambda r: r.status_code == 200 and r.headers["x-forebay-router"] != "",
-            within_s=10,
-            what="served request",
-        )
+        body = chat_body(MODEL, "still there?", max_tokens=1)
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
 
 
 async def _states(router: RouterClient) -> dict[str, str]:

@@ -40,7 +40,8 @@ async def gone(
 
     async def gauges() -> dict[str, float]:
         address = cluster.ready(gateway).metrics_address
-        seen = {gateway: await metric(address, "forebay_gateway_requests_in_flight")}
+        names = ("requests_in_flight", "sequences_in_flight", "sse_clients")
+        seen = {name: await metric(address, f"forebay_gateway_{name}") for name in names}
         for name in workers:
             address = cluster.ready(name).metrics_address
             for gauge in ("forebay_worker_running_requests", "forebay_worker_waiting_requests"):

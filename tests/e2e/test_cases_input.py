@@ -214,7 +214,7 @@ BAD: list[tuple[str, str, bytes, Any]] = [
     ),
     ("range-temperature", CHAT, c(temperature=-0.1), "temperature"),
     ("range-temperature-string", CHAT, c(temperature="hot"), "temperature"),
-    ("range-top-p-zero", CHAT, c(top_p=0), "top_p"),
+    ("range-top-p-negative", CHAT, c(top_p=-0.1), "top_p"),
     ("range-top-p", CHAT, c(top_p=1.5), "top_p"),
     ("range-presence", CHAT, c(presence_penalty=2.5), "presence_penalty"),
     ("range-frequency", CHAT, c(frequency_penalty=-2.5), "frequency_penalty"),
@@ -242,8 +242,10 @@ async def test_a_bad_request_is_a_400(
     assert response.status_code == 400, response.text
     error = openai_error(response)
     assert error["type"] == "invalid_request_error"
-    if param is not ...:
-        assert error["param"] == param, error
+    if param is None:
+        assert error["param"] is None, error
+    elif param is not ...:  # the field, or the place in it
+        assert (error["param"] or "").startswith(param), error
     assert len(error["message"]) < 600, "a message must not echo the body"
     await works(client)
 

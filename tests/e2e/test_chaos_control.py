@@ -110,7 +110,7 @@ async def test_no_router_means_least_loaded(
     cluster: Cluster, client: httpx.AsyncClient, repetition: int
 ) -> None:
     address = cluster.ready("gateway-0").metrics_address
-    name = "forebay_gateway_fallback_placements_total"
+    name = "forebay_gateway_router_fallback_total"
     before = await metric(address, name)
     async with steady_load(client) as durations:
         cluster["router-0"].kill()

@@ -103,6 +103,23 @@ async def stream(
     return result
 
 
+async def raw_stream(address: str, path: str, body: Json) -> tuple[bytes, bytes]:
+    """Head and body of a streamed answer, over a bare connection: for very many at once."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        content = json.dumps({**body, "stream": True}).encode()
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
+        head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+        return head, rest
+    finally:
+        writer.close()
+
+
 def chat_body(model: str, *contents: str, **extra: Any) -> Json:
     """A chat body; contents alternate between user and assistant. Greedy unless told otherwise."""
     roles = ("user", "assistant")

@@ -49,19 +49,19 @@ class Cluster:
     def __getitem__(self, name: str) -> Process:
         return self.processes[name]
 
-    def start(self, service: str, name: str, **flags: object) -> Process:
-        """Starts `python -m services.<service>`; flags as keyword arguments, ports free ones."""
-        process = Process(name, self._argv(service, name, flags), self.folder)
+    def start(self, module: str, name: str, **flags: object) -> Process:
+        """Starts `python -m <module>`; flags as keyword arguments, ports free ones."""
+        process = Process(name, self._argv(module, name, flags), self.folder)
         assert name not in self.processes, name
         self.processes[name] = process
         process.start()
         return process
 
     def start_router(self, name: str = "router-0", **flags: object) -> Process:
-        return self.start("router", name, **({"policy": "kv"} | flags))
+        return self.start("services.router", name, **({"policy": "kv"} | flags))
 
     def start_gateway(self, name: str = "gateway-0", **flags: object) -> Process:
-        return self.start("gateway", name, **flags)
+        return self.start("services.gateway", name, **flags)
 
     def start_worker(self, name: str, **flags: object) -> Process:
         basic: dict[str, object] = {
@@ -70,7 +70,7 @@ class Cluster:
             "events_port": 0,
             **WORKER_FLAGS,
         }
-        return self.start("worker", name, **(basic | flags))
+        return self.start("services.worker", name, **(basic | flags))
 
     def keep(self, *names: str) -> None:
         """Names the processes that `heal` restores; all others it ends."""
@@ -116,7 +116,7 @@ class Cluster:
         for process in self.processes.values():
             process.close()
 
-    def _argv(self, service: str, name: str, flags: dict[str, object]) -> list[str]:
+    def _argv(self, module: str, name: str, flags: dict[str, object]) -> list[str]:
         all_flags: dict[str, object] = {
             "id": name,
             "host": "127.0.0.1",
@@ -130,7 +130,7 @@ class Cluster:
         if self.otlp_endpoint:
             all_flags["otlp_endpoint"] = self.otlp_endpoint
         all_flags |= flags
-        argv = [sys.executable, "-m", f"services.{service}"]
+        argv = [sys.executable, "-m", module]
         for key, value in all_flags.items():
             argv += [f"--{key.replace('_', '-')}", str(value)]
         return argv
