@@ -70,6 +70,7 @@ def engine_config(
         **(CPU_DEFAULTS if cpu else {}),
         **extra,
         "use_tqdm_on_load": False,
+        "scheduling_policy": "priority",
         "dtype": settings.dtype,
         **({"max_model_len": settings.max_model_len} if settings.max_model_len else {}),
         **_lora(adapters),
