@@ -12,7 +12,7 @@ _SECRET_KEYS = re.compile(
     r"authorization|password|secret|api[-_]?key|cookie|(^|_)token$", re.IGNORECASE
 )
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+|sk-)[A-Za-z0-9._~+/=-]{4,}")
-_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_URL_PASSWORD = re.compile(r"(://[^/\s:@\"]*:)[^/\s@\"]+@")
 REDACTED = "[redacted]"
 
 
@@ -40,7 +40,7 @@ def _secret(key: str) -> bool:
     return _SECRET_KEYS.search(key) is not None
 
 
-def _redact_line(_: Any, __: str, line: str) -> str:
+def _redact_line(_: Any, __: str, line: Any) -> str:
     """What only shows when values are turned into text, such as an object's repr."""
     text: str = redact(line)
     return text

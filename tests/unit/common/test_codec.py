@@ -1,0 +1,136 @@
+"""Envelopes and snapshots on the wire: a golden file, round trips, and what is not known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forebay.events.v1 import events_pb2 as pb
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.events.codec import (
+    decode,
+    encode,
+    snapshot_from_proto,
+    snapshot_to_proto,
+)
+from services.common.events.model import (
+    Batch,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    LoadReport,
+    RequestAdmitted,
+    RequestFinished,
+    RequestFirstToken,
+    RunningRequest,
+    Snapshot,
+    Tier,
+    TierBlocks,
+)
+from services.common.ids import AttemptId, BlockKey
+
+GOLDEN: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "golden" / "envelope.json").read_text()
+)
+ATTEMPT = AttemptId("att-1#1")
+KEYS = (BlockKey(1), BlockKey(2**64 - 1))
+BATCH = Batch(
+    publisher="w1",
+    incarnation=2**64 - 2,
+    sequence=7,
+    time_unix_us=1_700_000_000_000_001,
+    events=(
+        BlocksStored(Tier.G1, KEYS, 1),
+        BlocksRemoved(Tier.G2, KEYS[:1], 2),
+        BlocksCleared(Tier.G3, 3),
+        RequestAdmitted(ATTEMPT, 100, 16, KEYS, 4),
+        RequestFirstToken(ATTEMPT, 96, 5),
+        RequestFinished(ATTEMPT, 96, 16, True, 6),
+        LoadReport(1, 2, 3, 4, 5, 6, 7),
+    ),
+)
+
+
+def test_golden_envelope() -> None:
+    assert encode(BATCH).hex() == GOLDEN["hex"]
+    assert decode(bytes.fromhex(GOLDEN["hex"])) == BATCH
+
+
+def test_heartbeat_has_no_events() -> None:
+    beat = Batch("w1", 1, 7, 5)
+    assert decode(encode(beat)) == beat
+    assert decode(encode(beat)).is_heartbeat and not BATCH.is_heartbeat
+
+
+numbers = st.integers(0, 2**32 - 1)
+keys = st.lists(st.integers(0, 2**64 - 1).map(BlockKey), max_size=4).map(tuple)
+tiers = st.sampled_from(Tier)
+attempts = st.text(max_size=5).map(AttemptId)
+events: st.SearchStrategy[Event] = st.one_of(
+    st.builds(BlocksStored, tiers, keys, numbers),
+    st.builds(BlocksRemoved, tiers, keys, numbers),
+    st.builds(BlocksCleared, tiers, numbers),
+    st.builds(RequestAdmitted, attempts, numbers, numbers, keys, numbers),
+    st.builds(RequestFirstToken, attempts, numbers, numbers),
+    st.builds(RequestFinished, attempts, numbers, numbers, st.booleans(), numbers),
+    st.builds(LoadReport, *[numbers] * 7),
+)
+
+
+@given(st.lists(events, max_size=5).map(tuple), st.integers(0, 2**64 - 1))
+def test_batches_round_trip(some: tuple[Event, ...], incarnation: int) -> None:
+    batch = Batch("w", incarnation, 3, -4, some)
+    assert decode(encode(batch)) == batch
+
+
+def test_unknown_tiers_and_kinds_are_dropped_and_counted() -> None:
+    envelope = pb.Envelope(
+        publisher="w",
+        incarnation=1,
+        sequence=2,
+        events=[
+            pb.Event(),
+            pb.Event(blocks_stored=pb.BlocksStored(block_hashes=[1])),
+            pb.Event(blocks_removed=pb.BlocksRemoved(tier=9, block_hashes=[1])),  # type: ignore[arg-type]
+            pb.Event(blocks_cleared=pb.BlocksCleared(tier=9)),  # type: ignore[arg-type]
+            pb.Event(blocks_stored=pb.BlocksStored(tier=1, block_hashes=[5])),  # type: ignore[arg-type]
+        ],
+    )
+    batch = decode(envelope.SerializeToString())
+    assert batch.events == (BlocksStored(Tier.G1, (BlockKey(5),)),)
+    assert batch.unknown_events == 4
+
+
+def test_a_batch_of_unknown_events_is_no_heartbeat() -> None:
+    envelope = pb.Envelope(publisher="w", incarnation=1, sequence=2, events=[pb.Event()])
+    assert not decode(envelope.SerializeToString()).is_heartbeat
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"hello", b"\x0a\x05ab"])
+def test_what_is_no_envelope_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match="no envelope"):
+        decode(data)
+
+
+def test_snapshot_round_trip() -> None:
+    admitted = RequestAdmitted(ATTEMPT, 100, 16, KEYS, 2)
+    snapshot = Snapshot(
+        publisher="w",
+        incarnation=2**64 - 1,
+        sequence=2**40,
+        blocks=(TierBlocks(Tier.G1, KEYS, 1), TierBlocks(Tier.G4, (), 0)),
+        requests=(RunningRequest(admitted, True), RunningRequest(admitted, False)),
+        load=LoadReport(1, 2, 3, 4, 5, 6),
+    )
+    assert snapshot_from_proto(snapshot_to_proto(snapshot)) == snapshot
+    bare = Snapshot("w", 1, 0)
+    assert snapshot_from_proto(snapshot_to_proto(bare)) == bare
+
+
+def test_unknown_tiers_of_a_snapshot_are_left_out() -> None:
+    message = snapshot_to_proto(Snapshot("w", 1, 0, (TierBlocks(Tier.G1, KEYS),)))
+    message.blocks[0].tier = 9  # type: ignore[assignment]
+    assert snapshot_from_proto(message).blocks == ()
