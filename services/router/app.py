@@ -6,14 +6,12 @@ import asyncio
 import random
 import time
 
-from forebay.router.v1 import router_pb2, router_pb2_grpc
-
 from services.common.cards import Instance, InstanceKind
 from services.common.discovery import Discovery, open_discovery
 from services.common.ids import AttemptId, new_id, new_incarnation
 from services.common.lifecycle import Lifecycle
 from services.common.net import advertised_host, host_port
-from services.common.rpc.server import Service, rpc_server
+from services.common.rpc.server import rpc_server
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
 from services.common.telemetry.tracing import tracing
@@ -64,10 +62,8 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                 new_attempt=lambda: AttemptId(new_id("att")),
                 streams=followers.stats,
             )
-            name = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
-            service = Service(name, router_pb2_grpc.add_RouterServiceServicer_to_server, servicer)
             async with (
-                rpc_server(settings.host, settings.port, [service]) as server,
+                rpc_server(settings.host, settings.port, [servicer.service()]) as server,
                 asyncio.TaskGroup() as tasks,
             ):
                 synced = asyncio.Event()
@@ -115,12 +111,12 @@ async def _tick(
     core: RouterCore, followers: Followers, metrics: RouterMetrics, discovery: Discovery
 ) -> None:
     """Lets time pass in the core, and shows its figures."""
-    while True:  # noqa: ASYNC110 - there is no event to wait for: time is the event
+    while True:
         now = time.monotonic()
         for worker_id in core.tick(now):
             log.warning("worker gone", worker=worker_id)
             followers.unfollow(worker_id)
-        while core.sweep(_SWEEP_ENTRIES):
+        while core.sweep(_SWEEP_ENTRIES):  # noqa: ASYNC110 - gives way, waits for nothing
             await asyncio.sleep(0)
         metrics.observe(
             core.index_stats(),

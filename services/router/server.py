@@ -18,6 +18,7 @@ from services.common.blocks import HashedAdapter, block_keys
 from services.common.errors import ForebayError, Internal, Unavailable
 from services.common.events.subscriber import FollowStats
 from services.common.ids import AttemptId
+from services.common.rpc.server import Service
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.tracing import extract
 from services.router.adapters.metrics import RouterMetrics
@@ -81,6 +82,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._new_attempt = new_attempt
         self._streams = streams
         self._draining = asyncio.Event()
+
+    def service(self) -> Service:
+        """Itself, as a gRPC server takes it."""
+        return Service(
+            pb.DESCRIPTOR.services_by_name["RouterService"].full_name,
+            router_pb2_grpc.add_RouterServiceServicer_to_server,
+            self,
+        )
 
     def drain(self) -> None:
         """Ends all streams with UNAVAILABLE (DRAINING), and lets no new one in."""

@@ -65,8 +65,8 @@ class RouterMetrics:
         )
         self._alarm = gauge(
             "prediction_alarm",
-            f"1 when cached tokens of the last {_ALARM_WINDOW} placements were mispredicted by more "
-            f"than {_ALARM_SHARE:.0%} of their prompt tokens.",
+            f"1 when predictions for the last {_ALARM_WINDOW} placements were wrong by more than "
+            f"{_ALARM_SHARE:.0%} of their prompt tokens.",
         )
         for status in WorkerStatus:
             self._workers.labels(status.value).set(0)
