@@ -1,0 +1,577 @@
+"""The router core as one: liveness, constraints, bookings, predictions, no herds, twins."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.common.events.model import (
+    Batch,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    LoadReport,
+    RequestAdmitted,
+    RequestFinished,
+    RequestFirstToken,
+    RunningRequest,
+    Snapshot,
+    Tier,
+    TierBlocks,
+)
+from services.common.ids import AttemptId, BlockKey
+from services.router.core.answers import Outcome, Placement, Query, Refusal, RefusalKind, Scorecard
+from services.router.core.placement import CoreConfig, RouterCore
+from services.router.core.policies import PolicyName
+from services.router.core.workers import WorkerInfo, WorkerRole, WorkerStatus
+
+SIZE = 32
+KEYS = tuple(BlockKey(1000 + i) for i in range(12))
+
+
+class Rig:
+    """A core with workers w0, w1 ... that are all ready, and words for what happens to them."""
+
+    def __init__(self, workers: int = 2, policy: PolicyName = PolicyName.KV, **info: Any) -> None:
+        self.core = RouterCore(CoreConfig(policy=policy), random.Random(7))
+        self.now = 100.0
+        self.sequences: dict[str, int] = {}
+        self.lives: dict[str, int] = {}
+        self.count = 0
+        self.core.synced()
+        for i in range(workers):
+            self.join(f"w{i}", incarnation=i + 1, **info)
+
+    def info(self, id: str, incarnation: int, **changes: Any) -> WorkerInfo:
+        base = WorkerInfo(id, incarnation, f"{id}:1", "m", SIZE, 1000, 8192)
+        return replace(base, **changes)
+
+    def join(self, id: str, incarnation: int, keys: Sequence[int] = (), **changes: Any) -> None:
+        self.core.record(self.info(id, incarnation, **changes), self.now)
+        self.lives[id] = incarnation
+        self.snapshot(id, keys)
+
+    def snapshot(
+        self, id: str, keys: Sequence[int] = (), requests: tuple[RunningRequest, ...] = ()
+    ) -> None:
+        self.sequences[id] = 0
+        blocks = (TierBlocks(Tier.G1, tuple(BlockKey(k) for k in keys)),)
+        self.core.reset(Snapshot(id, self.lives[id], 0, blocks, requests), self.now)
+
+    def say(self, id: str, *events: Event) -> tuple[Outcome, ...]:
+        self.sequences[id] += bool(events)
+        return self.core.apply(
+            Batch(id, self.lives[id], self.sequences[id], 0, tuple(events)), self.now
+        )
+
+    def beat(self, *ids: str) -> None:
+        for id in ids or self.lives:
+            self.say(id)
+
+    def query(self, keys: Sequence[int] = KEYS, tokens: int = 0, **changes: Any) -> Query:
+        keys = [BlockKey(k) for k in keys]
+        return replace(Query("m", tokens or len(keys) * SIZE + 1, keys, SIZE), **changes)
+
+    def place(self, keys: Sequence[int] = KEYS, tokens: int = 0, **changes: Any) -> Placement:
+        answer = self.try_place(keys, tokens, **changes)
+        assert isinstance(answer, Placement), answer
+        return answer
+
+    def try_place(
+        self, keys: Sequence[int] = KEYS, tokens: int = 0, **changes: Any
+    ) -> Placement | Refusal:
+        self.count += 1
+        answer = self.core.place(
+            self.query(keys, tokens, **changes), AttemptId(f"a{self.count}"), self.now
+        )
+        self.core.check_invariants()
+        return answer
+
+    def refusal(self, keys: Sequence[int] = KEYS, tokens: int = 0, **changes: Any) -> RefusalKind:
+        answer = self.try_place(keys, tokens, **changes)
+        assert isinstance(answer, Refusal)
+        assert answer.message
+        return answer.kind
+
+    def serve(self, p: Placement, keys: Sequence[int], tokens: int) -> tuple[Outcome, ...]:
+        """What an engine does with a request, all at once."""
+        held = {k for k in keys if k in self.core._index._sets}
+        cached = p.predicted_cached_tokens
+        self.say(p.holder.id, RequestAdmitted(p.attempt_id, tokens, 1, tuple(map(BlockKey, keys))))
+        new = tuple(BlockKey(k) for k in keys if k not in held)
+        self.say(p.holder.id, BlocksStored(Tier.G1, new), RequestFirstToken(p.attempt_id, cached))
+        return self.say(p.holder.id, RequestFinished(p.attempt_id, cached, 1))
+
+    def status(self) -> dict[str, WorkerStatus]:
+        return {w.info.id: w.status for w in self.core.workers(self.now)}
+
+
+class TestPredictions:
+    @pytest.mark.parametrize(
+        ("tokens", "want"),
+        [
+            (12 * SIZE + 1, 12),
+            (12 * SIZE, 11),
+            (13 * SIZE - 1, 12),
+            (5 * SIZE, 4),
+            (1, 0),
+            (SIZE, 0),
+        ],
+    )
+    def test_the_last_token_is_always_computed(self, tokens: int, want: int) -> None:
+        rig = Rig()
+        rig.say("w1", BlocksStored(Tier.G1, KEYS))
+        p = rig.place(KEYS[: tokens // SIZE], tokens, pinned="w1")
+        assert p.predicted_cached_tokens == want * SIZE
+
+    @pytest.mark.parametrize("policy", list(PolicyName))
+    def test_every_policy_predicts(self, policy: PolicyName) -> None:
+        rig = Rig(workers=1, policy=policy)
+        rig.say("w0", BlocksStored(Tier.G1, KEYS))
+        p = rig.place()
+        assert (p.predicted_cached_tokens, p.policy) == (12 * SIZE, policy)
+
+    def test_requests_ahead_bring_blocks(self) -> None:
+        rig = Rig(workers=1)
+        assert rig.place().predicted_cached_tokens == 0
+        assert rig.place().predicted_cached_tokens == 12 * SIZE
+        assert rig.place((*KEYS[:4], BlockKey(1))).predicted_cached_tokens == 4 * SIZE
+
+    def test_blocks_behind_a_hole_count_for_nothing(self) -> None:
+        rig = Rig(workers=1)
+        rig.say("w0", BlocksStored(Tier.G1, KEYS), BlocksRemoved(Tier.G1, KEYS[3:4]))
+        assert rig.place().predicted_cached_tokens == 3 * SIZE
+
+    def test_outcomes_of_own_placements_only(self) -> None:
+        rig = Rig(workers=1)
+        p = rig.place()
+        rig.say("w0", RequestAdmitted(p.attempt_id, 385, 1, KEYS))
+        rig.say("w0", RequestAdmitted(AttemptId("twin's"), 385, 1, KEYS))
+        assert rig.say("w0", RequestFinished(AttemptId("twin's"), 352, 1)) == ()
+        (outcome,) = rig.say("w0", RequestFinished(p.attempt_id, 32, 1))
+        assert (outcome.predicted_cached_tokens, outcome.cached_tokens) == (0, 32)
+        (view,) = rig.core.workers(rig.now)
+        assert (view.prompt_tokens, view.cached_tokens) == (770, 384)
+        p = rig.place()
+        rig.say("w0", RequestAdmitted(p.attempt_id, 385, 1, KEYS))
+        assert rig.say("w0", RequestFinished(p.attempt_id, 0, 0, aborted=True)) == ()
+
+
+class TestSpread:
+    """The experiment everybody knows, and the burst that breaks routers (cases, row 69)."""
+
+    @pytest.mark.parametrize(
+        ("policy", "shares"), [(PolicyName.KV, [10]), (PolicyName.ROUND_ROBIN, [5, 5])]
+    )
+    @pytest.mark.parametrize("tokens", [300, 330, 3000])
+    def test_the_same_prompt_one_after_the_other(
+        self, policy: PolicyName, shares: list[int], tokens: int
+    ) -> None:
+        rig = Rig(policy=policy)
+        keys = [5000 + i for i in range(tokens // SIZE)]
+        served: Counter[str] = Counter()
+        for _ in range(10):
+            p = rig.place(keys, tokens)
+            served[p.holder.id] += 1
+            rig.now += 0.1
+            rig.beat()
+            rig.serve(p, keys, tokens)
+        assert sorted(served.values()) == shares
+
+    def test_the_end_may_be_heard_late(self) -> None:
+        rig = Rig()
+        rig.say("w1", BlocksStored(Tier.G1, KEYS))
+        for _ in range(10):
+            p = rig.place()
+            assert p.holder.id == "w1"
+            rig.say("w1", RequestAdmitted(p.attempt_id, 385, 16, KEYS))
+            rig.say("w1", RequestFirstToken(p.attempt_id, 384))
+            q = rig.place()
+            assert q.holder.id == "w1", "the one before is over, but that is not heard yet"
+            rig.core.release(q.attempt_id)
+            rig.say("w1", RequestFinished(p.attempt_id, 384, 16))
+
+    @pytest.mark.parametrize("blocks", [2, 10, 62, 300])
+    @pytest.mark.parametrize("tail", [1, 30])
+    @pytest.mark.parametrize("warm", [False, True])
+    @pytest.mark.parametrize("admit", [False, True])
+    def test_a_burst_is_spread(self, blocks: int, tail: int, warm: bool, admit: bool) -> None:
+        rig = Rig(workers=4, max_model_len=100_000)
+        keys = [5000 + i for i in range(blocks)]
+        if warm:
+            rig.say("w2", BlocksStored(Tier.G1, tuple(map(BlockKey, keys))))
+        shares: Counter[str] = Counter()
+        for _ in range(64):
+            p = rig.place(keys, blocks * SIZE + tail)
+            shares[p.holder.id] += 1
+            if admit:
+                event = RequestAdmitted(p.attempt_id, blocks * SIZE + tail, 1, rig.query(keys).keys)
+                rig.say(p.holder.id, event)
+        assert len(shares) == 4
+        assert max(shares.values()) <= 2 * min(shares.values()), shares
+
+    def test_a_shared_system_prompt_does_not_pile_up(self) -> None:
+        """Everybody shares the first blocks, one worker has them; requests run for a while."""
+        rig = Rig(workers=4)
+        rig.say("w0", BlocksStored(Tier.G1, KEYS[:8]))
+        shares: Counter[str] = Counter()
+        running: list[Placement] = []
+        for i in range(400):
+            rig.now += 0.05
+            rig.beat()
+            keys = [*KEYS[:8], 10_000 + i, 20_000 + i]
+            p = rig.place(keys)
+            shares[p.holder.id] += 1
+            new = tuple(BlockKey(k) for k in keys)
+            rig.say(p.holder.id, RequestAdmitted(p.attempt_id, 321, 50, new))
+            rig.say(p.holder.id, BlocksStored(Tier.G1, new), RequestFirstToken(p.attempt_id, 256))
+            running.append(p)
+            if len(running) > 40:
+                end = running.pop(0)
+                rig.say(end.holder.id, RequestFinished(end.attempt_id, 256, 50))
+        assert max(shares.values()) <= 1.5 * 400 / 4, shares
+
+
+class TestLiveness:
+    def test_suspect_after_a_second_and_back_with_its_blocks(self) -> None:
+        rig = Rig()
+        rig.say("w0", BlocksStored(Tier.G1, KEYS))
+        rig.now += 1.1
+        rig.beat("w1")
+        assert rig.status() == {"w0": WorkerStatus.SUSPECT, "w1": WorkerStatus.READY}
+        assert rig.place().holder.id == "w1"
+        rig.beat("w0")
+        assert rig.status()["w0"] is WorkerStatus.READY
+        assert rig.place().holder.id == "w0"
+
+    def test_when_all_are_suspect_one_of_them_is_chosen(self) -> None:
+        rig = Rig()
+        rig.now += 5
+        assert rig.place().holder.id in ("w0", "w1")
+
+    def test_refused_is_out_at_once_and_back_when_heard_later(self) -> None:
+        rig = Rig(workers=1)
+        rig.say("w0", BlocksStored(Tier.G1, KEYS))
+        assert rig.core.refused("w0", 1, rig.now)
+        assert rig.refusal() is RefusalKind.NO_WORKER
+        rig.beat()
+        assert rig.refusal() is RefusalKind.NO_WORKER, "those words may be older than the refusal"
+        rig.now += 0.6
+        assert rig.refusal() is RefusalKind.NO_WORKER, "nothing was heard"
+        rig.beat()
+        assert rig.place().predicted_cached_tokens == 384
+        # Again and again: each time it waits longer.
+        waits = []
+        for _ in range(6):
+            assert rig.core.refused("w0", 1, rig.now)
+            assert not rig.core.refused("w0", 1, rig.now)
+            start = rig.now
+            while rig.status()["w0"] is WorkerStatus.UNREACHABLE:
+                rig.now += 0.1
+                rig.beat()
+            waits.append(rig.now - start)
+        assert waits == sorted(waits) and 9 < waits[-1] < 11
+
+    def test_a_snapshot_proves_that_it_can_be_reached(self) -> None:
+        rig = Rig(workers=1)
+        rig.core.refused("w0", 0, rig.now)
+        rig.snapshot("w0", KEYS)
+        assert rig.place().predicted_cached_tokens == 384
+
+    def test_a_report_about_a_former_life_is_ignored(self) -> None:
+        rig = Rig(workers=1)
+        assert not rig.core.refused("w0", 99, rig.now)
+        assert not rig.core.refused("nobody", 0, rig.now)
+        assert rig.status()["w0"] is WorkerStatus.READY
+
+    def test_a_vanished_record_alone_removes_nobody(self) -> None:
+        rig = Rig(workers=1)
+        rig.core.record_vanished("w0", 1)
+        for _ in range(100):
+            rig.now += 1
+            rig.beat()
+            assert rig.core.tick(rig.now) == []
+        rig.now += 29
+        assert rig.core.tick(rig.now) == []
+        rig.now += 2
+        assert rig.core.tick(rig.now) == ["w0"]
+        rig.core.check_invariants()
+        assert rig.refusal() is RefusalKind.NO_WORKER, "the model is remembered for a while"
+        rig.now += 1000
+        assert rig.refusal() is RefusalKind.MODEL_NOT_FOUND
+
+    def test_silent_for_long_but_recorded_stays(self) -> None:
+        rig = Rig(workers=1)
+        rig.now += 1000
+        assert rig.core.tick(rig.now) == []
+        assert rig.status() == {"w0": WorkerStatus.SUSPECT}
+
+    def test_refused_silent_and_without_record_is_gone(self) -> None:
+        rig = Rig(workers=1)
+        rig.core.record_vanished("w0", 1)
+        rig.core.refused("w0", 1, rig.now)
+        assert rig.core.tick(rig.now) == []
+        rig.now += 1.1
+        assert rig.core.tick(rig.now) == ["w0"]
+        while rig.core.sweep(1):
+            pass
+        assert rig.core.index_stats().blocks == 0
+
+    @pytest.mark.parametrize("told_by", ["record", "heard", "snapshot", "batch"])
+    def test_a_new_life_voids_the_old_one(self, told_by: str) -> None:
+        rig = Rig(workers=1)
+        rig.say("w0", BlocksStored(Tier.G1, KEYS), RequestAdmitted(AttemptId("x"), 99, 1, KEYS))
+        rig.place()
+        match told_by:
+            case "record":
+                rig.core.record(rig.info("w0", 50), rig.now)
+            case "heard":
+                rig.core.heard("w0", 50, rig.now)
+            case "snapshot":
+                rig.core.reset(Snapshot("w0", 50, 0), rig.now)
+            case "batch":
+                rig.core.apply(Batch("w0", 50, 1, 0, ()), rig.now)
+        (view,) = rig.core.workers(rig.now)
+        assert view.holder.incarnation == 50
+        assert (view.indexed_blocks, view.load.active, rig.core.bookings) == (0, 0, 0)
+        assert rig.place().predicted_cached_tokens == 0
+        # Late words of the old life change nothing.
+        assert rig.core.apply(Batch("w0", 1, 9, 0, (BlocksStored(Tier.G1, KEYS),)), rig.now) == ()
+        rig.core.record(rig.info("w0", 1), rig.now)
+        (view,) = rig.core.workers(rig.now)
+        assert (view.holder.incarnation, view.indexed_blocks) == (50, 0)
+        rig.core.check_invariants()
+
+    def test_serves_before_the_snapshot(self) -> None:
+        rig = Rig(workers=0)
+        rig.core.record(rig.info("w0", 1), rig.now)
+        assert rig.status() == {"w0": WorkerStatus.JOINING}
+        assert rig.place().holder.id == "w0"
+
+
+class TestConstraints:
+    def test_models(self) -> None:
+        rig = Rig(workers=1, adapters={"tuned": "/a/1"})
+        assert rig.place(model="tuned").holder.id == "w0"
+        assert rig.refusal(model="nope") is RefusalKind.MODEL_NOT_FOUND
+        info = rig.core.model_worker("tuned", 99)
+        assert info is not None and info.adapters["tuned"] == "/a/1"
+        assert rig.core.model_worker("nope") is None
+
+    def test_before_discovery_is_read_nobody_can_say_that_a_model_is_unknown(self) -> None:
+        core = RouterCore(CoreConfig(), random.Random(1))
+        answer = core.place(Query("m", 1, [], SIZE), AttemptId("a"), 0.0)
+        assert isinstance(answer, Refusal) and answer.kind is RefusalKind.NO_WORKER
+
+    def test_excluded_pinned_labels(self) -> None:
+        rig = Rig()
+        rig.join("w2", 3, labels={"zone": "b"})
+        assert rig.place(excluded=frozenset({"w0", "w2"})).holder.id == "w1"
+        assert rig.place(pinned="w1").holder.id == "w1"
+        assert rig.place(labels={"zone": "b"}).holder.id == "w2"
+        assert rig.refusal(labels={"zone": "c"}) is RefusalKind.NO_WORKER
+        assert rig.refusal(pinned="w9") is RefusalKind.NO_WORKER
+        assert rig.refusal(excluded=frozenset({"w0", "w1", "w2"})) is RefusalKind.NO_WORKER
+
+    def test_role_and_draining(self) -> None:
+        rig = Rig(workers=1, role=WorkerRole.PREFILL)
+        assert rig.refusal() is RefusalKind.NO_WORKER
+        rig.join("w1", 2, role=WorkerRole.DECODE)
+        assert rig.place().holder.id == "w1"
+        rig.core.record(rig.info("w1", 2, draining=True), rig.now)
+        assert rig.refusal() is RefusalKind.NO_WORKER
+        rig.now += 5
+        assert rig.status()["w1"] is WorkerStatus.DRAINING
+
+    def test_block_size_and_length(self) -> None:
+        rig = Rig(max_model_len=500)
+        assert rig.refusal(block_size=16) is RefusalKind.WRONG_BLOCK_SIZE
+        assert rig.refusal((), 501) is RefusalKind.PROMPT_TOO_LONG
+        assert rig.place((), 500)
+
+
+class TestDecisions:
+    def test_ties_are_broken_by_the_seed(self) -> None:
+        def run(seed: int) -> list[str]:
+            rig = Rig(policy=PolicyName.RANDOM, workers=4)
+            rig.core._dice = random.Random(seed)
+            return [rig.place().holder.id for _ in range(50)]
+
+        assert run(1) == run(1) != run(2)
+        assert len(set(run(1))) == 4
+
+    def test_explain_foretells_and_changes_nothing(self) -> None:
+        rig = Rig(workers=4)
+        rig.join("other", 9, model="x")
+        for i in range(20):
+            keys = [i]
+            card = rig.core.explain(rig.query(keys), rig.now)
+            assert isinstance(card, Scorecard)
+            assert card == rig.core.explain(rig.query(keys), rig.now)
+            assert [w.chosen for w in card.workers] == [True] + [False] * 4
+            assert card.workers[-1].holder.id == "other" and card.workers[-1].candidate is None
+            assert all(w.reason for w in card.workers[1:])
+            assert rig.place(keys).holder == card.workers[0].holder
+        nobody = rig.core.explain(rig.query(excluded=frozenset({"w0", "w1", "w2", "w3"})), rig.now)
+        assert isinstance(nobody, Scorecard) and not any(w.chosen for w in nobody.workers)
+
+    def test_release_frees_the_booking(self) -> None:
+        rig = Rig()
+        p = rig.place()
+        assert rig.core.bookings == 1
+        assert rig.core.release(p.attempt_id)
+        assert not rig.core.release(p.attempt_id)
+        assert rig.core.bookings == 0
+
+    def test_data_parallel_ranks_are_chosen_apart(self) -> None:
+        rig = Rig(workers=1, dp_size=2)
+        rig.say("w0", BlocksStored(Tier.G1, KEYS, dp_rank=1))
+        assert rig.place().holder.dp_rank == 1
+        before = rig.core.index_stats().unknown_events
+        rig.say("w0", BlocksStored(Tier.G1, KEYS, dp_rank=7))
+        assert rig.core.index_stats().unknown_events == before + 1
+
+    def test_a_snapshot_tells_load_as_well(self) -> None:
+        rig = Rig()
+        running = RunningRequest(RequestAdmitted(AttemptId("x"), 5000, 10, ()), False)
+        rig.snapshot("w0", (), (running,))
+        assert {rig.place([i]).holder.id for i in range(5)} == {"w1"}
+
+
+def test_twins_agree_when_fed_the_same_stream() -> None:
+    """Two routers, each placing half of the requests, hear of each other by admissions alone."""
+    a, b = Rig(workers=3), Rig(workers=3)
+    rng = random.Random(3)
+    shares: Counter[str] = Counter()
+    running: list[tuple[Placement, Sequence[int]]] = []
+    for i in range(200):
+        one = a if i % 2 else b
+        one.count = i
+        keys = [rng.randrange(4) * 100 + k for k in range(rng.randrange(1, 10))]
+        p = one.place(keys)
+        shares[p.holder.id] += 1
+        running.append((p, keys))
+        for rig in (a, b):
+            rig.say(p.holder.id, RequestAdmitted(p.attempt_id, 321, 5, rig.query(keys).keys))
+            rig.say(p.holder.id, BlocksStored(Tier.G1, rig.query(keys).keys))
+        if len(running) > 6:
+            end, _ = running.pop(0)
+            for rig in (a, b):
+                rig.say(end.holder.id, RequestFinished(end.attempt_id, 0, 1))
+        views = [
+            [(w.holder, w.indexed_blocks, w.load.queued, w.load.active_tokens) for w in core]
+            for core in (a.core.workers(a.now), b.core.workers(b.now))
+        ]
+        assert views[0] == views[1]
+        assert a.core.index_stats().digests == b.core.index_stats().digests
+        assert a.core.bookings == b.core.bookings == 0
+    assert len(shares) == 3
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Anything in any order: invariants hold, and no answer is an exception."""
+
+    ids = st.sampled_from(["w0", "w1", "w2"])
+    lives = st.integers(1, 4)
+    chains = st.integers(0, 12).map(lambda n: KEYS[:n])
+    attempts = st.integers(0, 30).map(lambda n: AttemptId(f"a{n}"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = RouterCore(CoreConfig(), random.Random(1))
+        self.now = 0.0
+        self.count = 0
+
+    @rule(id=ids, life=lives, draining=st.booleans(), size=st.sampled_from([16, 32]))
+    def record(self, id: str, life: int, draining: bool, size: int) -> None:
+        info = WorkerInfo(id, life, "x:1", "m", size, 10, 4000, draining=draining)
+        self.core.record(info, self.now)
+
+    @rule(id=ids, life=lives)
+    def vanish(self, id: str, life: int) -> None:
+        self.core.record_vanished(id, life)
+
+    @rule(id=ids, life=lives)
+    def refuse(self, id: str, life: int) -> None:
+        self.core.refused(id, life, self.now)
+
+    @rule(id=ids, life=lives)
+    def hear(self, id: str, life: int) -> None:
+        self.core.heard(id, life, self.now)
+
+    @rule(id=ids, life=lives, keys=chains, attempt=attempts, decoding=st.booleans())
+    def snapshot(
+        self, id: str, life: int, keys: tuple[BlockKey, ...], attempt: AttemptId, decoding: bool
+    ) -> None:
+        request = RunningRequest(RequestAdmitted(attempt, 100, 5, keys), decoding)
+        blocks = (TierBlocks(Tier.G1, keys), TierBlocks(Tier.G2, keys[::2]))
+        self.core.reset(Snapshot(id, life, 3, blocks, (request,)), self.now)
+
+    @rule(
+        id=ids,
+        life=lives,
+        keys=chains,
+        attempt=attempts,
+        kind=st.integers(0, 6),
+        rank=st.integers(0, 1),
+    )
+    def event(
+        self,
+        id: str,
+        life: int,
+        keys: tuple[BlockKey, ...],
+        attempt: AttemptId,
+        kind: int,
+        rank: int,
+    ) -> None:
+        events: list[Event] = [
+            BlocksStored(Tier.G1, keys, rank),
+            BlocksRemoved(Tier.G1, keys, rank),
+            BlocksCleared(Tier.G1, rank),
+            RequestAdmitted(attempt, 100, 5, keys, rank),
+            RequestFirstToken(attempt, 32, rank),
+            RequestFinished(attempt, 32, 5, False, rank),
+            LoadReport(1, 1, 50, 5, 10, 1, rank),
+        ]
+        self.core.apply(Batch(id, life, 1, 0, (events[kind],)), self.now)
+
+    @rule(keys=chains, size=st.sampled_from([16, 32]), excluded=st.sets(ids))
+    def place(self, keys: tuple[BlockKey, ...], size: int, excluded: set[str]) -> None:
+        query = Query("m", len(keys) * size + 1, keys, size, frozenset(excluded))
+        foretold = self.core.explain(query, self.now)
+        self.count += 1
+        answer = self.core.place(query, AttemptId(f"a{self.count % 30}"), self.now)
+        if isinstance(answer, Placement):
+            assert answer.holder.id not in excluded
+            assert 0 <= answer.predicted_cached_tokens < query.prompt_tokens
+            assert isinstance(foretold, Scorecard)
+            assert foretold.workers[0].holder == answer.holder
+        else:
+            assert isinstance(foretold, Refusal) or not any(w.chosen for w in foretold.workers)
+
+    @rule(attempt=attempts)
+    def release(self, attempt: AttemptId) -> None:
+        self.core.release(attempt)
+
+    @rule(seconds=st.floats(0, 40), sweep=st.integers(0, 5))
+    def time(self, seconds: float, sweep: int) -> None:
+        self.now += seconds
+        self.core.tick(self.now)
+        self.core.sweep(sweep)
+
+    @invariant()
+    def holds(self) -> None:
+        self.core.check_invariants()
+        self.core.workers(self.now)
+        self.core.index_stats()
+
+
+CoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCoreMachine = CoreMachine.TestCase
