@@ -268,4 +268,4 @@ class LossyWorld(RuleBasedStateMachine):
 
 
 TestLossyWorld = LossyWorld.TestCase
-TestLossyWorld.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestLossyWorld.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
