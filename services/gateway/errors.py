@@ -53,7 +53,7 @@ class ApiError(Exception):
         self.headers: dict[str, str] = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON body, `{"error": {"message", "type", "param", "code"}}`: always all four keys."""
+        """The JSON body, `{"error": {"message", "type", "param", "code"}}`, with all four keys."""
         return {
             "error": {
                 "message": self.message,

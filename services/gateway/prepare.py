@@ -11,7 +11,12 @@ from services.common.blocks import HashedAdapter, block_keys
 from services.common.ids import BlockKey
 from services.gateway.core.openai import ChatRequest, CompletionRequest, GenerationRequest
 from services.gateway.core.salt import effective_salt
-from services.gateway.core.sampling import Sampling, check_token_ids, resolve_sampling
+from services.gateway.core.sampling import (
+    Sampling,
+    check_length,
+    check_token_ids,
+    resolve_sampling,
+)
 from services.gateway.errors import ModelNotFound, NoWorker
 from services.gateway.models import Models, Served
 
@@ -84,8 +89,9 @@ async def prepare_chat(
             kwargs=request.chat_template_kwargs,
         )
 
-    size = sum(len(part) for m in request.messages for part in (m.content or ()))
+    size = sum(len(m.text) for m in request.messages)
     text = await asyncio.to_thread(render) if size > _INLINE_CHARS else render()
+    check_length(tokenizer.least_tokens(len(text)), served.card, request.prompt_param)
     ids = await tokenizer.encode_async(text, add_special_tokens=request.add_special_tokens)
     return await _job(served, request, [ids], caller)
 
@@ -93,11 +99,13 @@ async def prepare_chat(
 async def prepare_completion(
     models: Models, request: CompletionRequest, caller: Caller, *, starting: bool
 ) -> Job:
-    """A completion's job, one prompt for each entry. Raises BadRequest, ModelNotFound or NoWorker."""
+    """A completion's job, one prompt for each entry. Raises as prepare_chat does."""
     served = resolve_model(models, request.model, starting=starting)
     prompts: list[Sequence[int]] = []
     for prompt in request.prompt:
         if isinstance(prompt, str):
+            least = served.tokenizer.least_tokens(len(prompt))
+            check_length(least, served.card, request.prompt_param)
             prompts.append(
                 await served.tokenizer.encode_async(
                     prompt, add_special_tokens=request.add_special_tokens

@@ -1,5 +1,6 @@
 """Our tokenizer on a folder against transformers' AutoTokenizer on the same folder."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +85,35 @@ def test_decodes_alike(both, skip: bool) -> None:
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
             ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    text=st.one_of(
+        st.text(max_size=200),
+        st.sampled_from(["a", " ", "\n", "=", "\U0001f600", "the capital of "]).map(
+            lambda t: t * 300
+        ),
+    )
+)
+def test_a_text_has_no_fewer_tokens_than_told(both, text: str) -> None:
+    ours, _ = both
+    assert ours.least_tokens(len(text)) <= len(ours.encode(text, add_special_tokens=False))
+
+
+def test_which_lengths_are_bounded(both, request: pytest.FixtureRequest) -> None:
+    ours, _ = both
+    bounded = "metaspace" not in request.node.name and "wordpiece" not in request.node.name
+    assert (ours.least_tokens(10**6) > 0) == bounded
+
+
+async def test_many_short_texts_let_others_run(both) -> None:
+    ours, _ = both
+    ran = []
+    asyncio.get_running_loop().call_soon(ran.append, True)
+    for _ in range(20):
+        await ours.encode_async("a" * (LONG_TEXT_CHARS // 10))
+    assert ran
 
 
 async def test_long_texts_are_encoded_off_the_loop_alike(both) -> None:

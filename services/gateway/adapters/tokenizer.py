@@ -60,6 +60,8 @@ class Tokenizer:
         self._bytes: dict[int, bytes | None] = {}
         self._template = template
         self.special_tokens = dict(special_tokens)
+        self._inline_chars = 0
+        self._longest_token = _longest_token(backend, json.loads(backend.to_str()))
         # Its queue is bounded by the requests that wait for it, one text each.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
 
@@ -147,11 +149,23 @@ class Tokenizer:
         Cancelling gives up the wait; a text that is being encoded is finished for nobody.
         """
         if len(text) <= LONG_TEXT_CHARS:
+            self._inline_chars += len(text)
+            if self._inline_chars > LONG_TEXT_CHARS:
+                # Many short texts are as long as a long one: let others run in between.
+                self._inline_chars = 0
+                await asyncio.sleep(0)
             return self.encode(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._pool, lambda: self.encode(text, add_special_tokens=add_special_tokens)
         )
+
+    def least_tokens(self, chars: int) -> int:
+        """A number of tokens that a text of so many characters has at least.
+
+        Tells a hopelessly long prompt without encoding it, which takes seconds for megabytes.
+        """
+        return -(-chars // self._longest_token) if self._longest_token else 0
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all the ids at once."""
@@ -190,6 +204,31 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether skip_special_tokens leaves it out."""
         return token_id in self._special_ids
+
+
+def _longest_token(backend: tokenizers.Tokenizer, stored: dict[str, Any]) -> int:
+    """Characters that one token covers at most; 0 where nothing bounds them.
+
+    Unknown tokens may cover any run, normalizers may drop text, added tokens may swallow blanks.
+    """
+    model = stored["model"]
+    pre = json.dumps(stored.get("pre_tokenizer"))
+    if model.get("type") != "BPE" or not (model.get("byte_fallback") or '"ByteLevel"' in pre):
+        return 0
+    if stored.get("normalizer") is not None and not _keeps_length(stored["normalizer"]):
+        return 0
+    if any(t["lstrip"] or t["rstrip"] for t in stored["added_tokens"]):
+        return 0
+    # A stored character is at least a byte, and a byte is at most a character.
+    return max(map(len, backend.get_vocab()), default=0)
+
+
+def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
+    if normalizer.get("type") == "Sequence":
+        return all(_keeps_length(step) for step in normalizer["normalizers"])
+    if normalizer.get("type") == "Replace":
+        return normalizer.get("pattern") == {"String": " "} and bool(normalizer.get("content"))
+    return normalizer.get("type") == "Prepend"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -114,11 +114,11 @@ class Choice:
         return self._sampling.include_stop_str
 
     def _token(self, token_id: int, position: TokenLogprobs | None) -> str:
-        (piece,) = self._text.push((token_id,))
+        piece = self._text.push_one(token_id)
         if position is not None:
             self._waiting.append(_Waiting(LogprobEntry(position, self._seen_chars)))
         shown = self._pass(piece)
-        if not self._text.inside_character:
+        if self._waiting and not self._text.inside_character:
             for waiting in self._waiting:
                 if waiting.end is None:
                     waiting.end = self._seen_chars

@@ -61,6 +61,10 @@ class Detokenizer:
         """The text that each new token added; "" where it ends inside a character."""
         return [self._way.push(token_id) for token_id in token_ids]
 
+    def push_one(self, token_id: int) -> str:
+        """As push, for one token."""
+        return self._way.push(token_id)
+
     def flush(self) -> str:
         """What is left at the end: U+FFFD for half a character, else nothing."""
         return self._way.flush()

@@ -143,11 +143,21 @@ def _max_tokens(request: GenerationRequest, card: ModelCard, prompt_tokens: int)
         shown = str(wanted) if wanted < 2**63 else "far more"
         raise ContextLengthExceeded(
             f"Invalid value for '{request.output_limit_param}': this model's maximum context "
-            f"length is {limit} tokens, of which the prompt takes {prompt_tokens}; {shown} were asked for "
-            f"and at most {room} fit.",
+            f"length is {limit} tokens, of which the prompt takes {prompt_tokens}; {shown} "
+            f"were asked for and at most {room} fit.",
             param=request.output_limit_param,
         )
     return wanted
+
+
+def check_length(least_tokens: int, card: ModelCard, param: str) -> None:
+    """Raises ContextLengthExceeded for a text that must have too many tokens, unencoded as it is."""
+    if least_tokens >= card.max_model_len:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {card.max_model_len} tokens, and the "
+            f"prompt has more than {least_tokens - 1}. Please shorten the {param}.",
+            param=param,
+        )
 
 
 def check_token_ids(token_ids: Sequence[int], card: ModelCard, param: str = "prompt") -> None:

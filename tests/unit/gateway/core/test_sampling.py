@@ -5,7 +5,12 @@ import pytest
 
 from services.common.cards import GenerationDefaults, ModelCard
 from services.gateway.core.openai import parse_chat, parse_completion
-from services.gateway.core.sampling import Sampling, check_token_ids, resolve_sampling
+from services.gateway.core.sampling import (
+    Sampling,
+    check_length,
+    check_token_ids,
+    resolve_sampling,
+)
 from services.gateway.errors import BadRequest, ContextLengthExceeded
 
 
@@ -76,6 +81,13 @@ def test_case_28_a_prompt_too_long(prompt_tokens: int) -> None:
     error = refused(prompt_tokens=prompt_tokens, stream=True)
     assert (error.code, error.param) == ("context_length_exceeded", "messages")
     assert resolve(prompt_tokens=99).max_tokens == 1
+
+
+def test_case_28_a_prompt_too_long_to_be_encoded() -> None:
+    check_length(99, card(), "messages")
+    with pytest.raises(ContextLengthExceeded) as caught:
+        check_length(100, card(), "messages")
+    assert caught.value.param == "messages"
 
 
 def test_a_prompt_of_nothing() -> None:
