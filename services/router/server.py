@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,43 @@ class _Asked:
     query: Query | ForebayError | None
 
 
+class _Inbox:
+    """Messages between a stream's reader and its writer; bounded: a full one stops the reader."""
+
+    def __init__(self) -> None:
+        self._items: deque[_Asked] = deque()
+        self._more = asyncio.Event()
+        self._room = asyncio.Event()
+        self._closed = False
+
+    async def put(self, item: _Asked) -> None:
+        """Adds a message as soon as there is room."""
+        while len(self._items) >= _MOST_WAITING:
+            self._room.clear()
+            await self._room.wait()
+        self._items.append(item)
+        self._more.set()
+
+    def close(self) -> None:
+        """Nothing more is waited for; what is there can still be taken."""
+        self._closed = True
+        self._more.set()
+
+    async def take(self) -> list[_Asked]:
+        """All that has arrived, at least one; none at all means that it is closed and empty."""
+        while not self._items and not self._closed:
+            self._more.clear()
+            await self._more.wait()
+        items = list(self._items)
+        self._items.clear()
+        self._room.set()
+        return items
+
+
+def _leaving() -> Unavailable:
+    return Unavailable("this router is draining", reason="DRAINING")
+
+
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """The five methods. `drain` ends the streams, so that gateways change to another router."""
 
@@ -81,7 +119,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._policy = policy
         self._new_attempt = new_attempt
         self._streams = streams
-        self._draining = asyncio.Event()
+        self._draining = False
+        self._inboxes: set[_Inbox] = set()
 
     def service(self) -> Service:
         """Itself, as a gRPC server takes it."""
@@ -93,28 +132,33 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     def drain(self) -> None:
         """Ends all streams with UNAVAILABLE (DRAINING), and lets no new one in."""
-        self._draining.set()
+        self._draining = True
+        for inbox in self._inboxes:
+            inbox.close()
 
     async def RouteStream(
         self, request_iterator: AsyncIterator[pb.RouteStreamRequest], context: Any
     ) -> AsyncIterator[pb.RouteStreamResponse]:
         """Decides what has arrived, answers, and looks again; one writer."""
-        waiting: asyncio.Queue[_Asked | None] = asyncio.Queue(_MOST_WAITING)
-        reader = asyncio.create_task(self._read(request_iterator, waiting), name="route reader")
-        leaving = asyncio.create_task(self._draining.wait(), name="route drain")
+        if self._draining:
+            raise _leaving()
+        inbox = _Inbox()
+        self._inboxes.add(inbox)
         self._metrics.stream(1)
+        reader = asyncio.create_task(self._read(request_iterator, inbox), name="route reader")
         try:
-            while True:
-                async for answer in self._answers(waiting, leaving):
-                    yield answer
-                if leaving.done():
-                    raise Unavailable("this router is draining", reason="DRAINING")
-                return
+            while asked := await inbox.take():
+                # All that arrived together is decided before anything is awaited.
+                for answer in [self._answer(one) for one in asked]:
+                    if answer is not None:
+                        yield answer
+            if self._draining:
+                raise _leaving()
         finally:
             self._metrics.stream(-1)
+            self._inboxes.discard(inbox)
             reader.cancel()
-            leaving.cancel()
-            await asyncio.wait({reader, leaving})
+            await asyncio.wait({reader})
 
     async def Route(self, request: pb.RouteRequest, context: Any) -> pb.RouteResponse:
         """One placement."""
@@ -190,12 +234,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             ],
         )
 
-    # The stream's two halves.
+    # Streams.
 
     async def _read(
-        self,
-        request_iterator: AsyncIterator[pb.RouteStreamRequest],
-        waiting: asyncio.Queue[_Asked | None],
+        self, request_iterator: AsyncIterator[pb.RouteStreamRequest], inbox: _Inbox
     ) -> None:
         try:
             async for message in request_iterator:
@@ -205,40 +247,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                         query = await self._query(message.route)
                     except ForebayError as exc:
                         query = exc
-                await waiting.put(_Asked(message, query))
+                await inbox.put(_Asked(message, query))
         except grpc.RpcError as exc:
             log.info("gateway's stream broke", why=str(exc))
         except Exception:
             # Boundary of a task: the stream ends with it, instead of waiting for ever.
             log.exception("reading a gateway's stream failed")
-        await waiting.put(None)
-
-    async def _answers(
-        self, waiting: asyncio.Queue[_Asked | None], leaving: asyncio.Task[Any]
-    ) -> AsyncIterator[pb.RouteStreamResponse]:
-        """Answers until the gateway has no more questions or this router leaves."""
-        while not leaving.done():
-            if waiting.empty():
-                more = asyncio.ensure_future(waiting.get())
-                try:
-                    await asyncio.wait({more, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    if not more.done():
-                        more.cancel()
-                if not more.done() or more.cancelled():
-                    return
-                batch = [more.result()]
-            else:
-                batch = []
-            while not waiting.empty():
-                batch.append(waiting.get_nowait())
-            # All that arrived together is decided before anything is awaited.
-            answers = [self._answer(asked) for asked in batch if asked is not None]
-            for answer in answers:
-                if answer is not None:
-                    yield answer
-            if None in batch:
-                return
+        finally:
+            inbox.close()
 
     def _answer(self, asked: _Asked) -> pb.RouteStreamResponse | None:
         message = asked.message

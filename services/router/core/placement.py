@@ -345,6 +345,7 @@ class RouterCore:
                 if depth >= overlap.total:
                     overlap = Overlap(depth)
                 load = self._load.view(rank.slot)
+                rate = self._rates.prefill_rate(rank.slot)
                 candidate = Candidate(
                     slot=rank.slot,
                     prompt_tokens=query.prompt_tokens,
@@ -357,8 +358,8 @@ class RouterCore:
                     decoding=load.decoding,
                     queued_tokens=load.queued_tokens,
                     active_tokens=load.active_tokens,
-                    prefill_rate=self._rates.prefill_rate(rank.slot),
-                    decode_delay_s=self._rates.decode_delay_s(rank.slot),
+                    prefill_rate=rate,
+                    decode_delay_s=self._rates.decode_delay_s(rate),
                 )
                 choices.append(_Choice(worker, rank, candidate))
         for choice, (key, score) in zip(

@@ -86,9 +86,9 @@ class RateBook:
         group = self._groups[self._group[slot]].rate(self.defaults.prefill_tokens_per_s)
         return min(max(self._own[slot].rate(group), group / _WIDEST), group * _WIDEST)
 
-    def decode_delay_s(self, slot: int) -> float:
-        """Seconds by which a running decode and a new request hold each other up."""
-        return self.defaults.decode_tokens / self.prefill_rate(slot)
+    def decode_delay_s(self, prefill_rate: float) -> float:
+        """Seconds by which a running decode and a new request hold each other up, at that rate."""
+        return self.defaults.decode_tokens / prefill_rate
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a rate can't be one."""

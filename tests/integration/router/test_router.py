@@ -23,6 +23,7 @@ from services.common.rpc.channel import open_channel
 from services.common.rpc.errors import translate
 from tests.fakes.worker import fake_worker
 from tests.integration.router.conftest import Cluster, Router, until
+from tests.support.etcd import Etcd, free_port
 
 KEYS = [0xF000_0000_0000_0000 + i for i in range(20)]
 
@@ -144,17 +145,14 @@ async def gaps(router: Router) -> int:
 
 async def test_a_restart_in_place_leaves_no_ghosts(cluster: Cluster) -> None:
     """Cases, row 65: numbers start anew, on the same ports."""
+    ports = {"port": free_port(), "events_port": free_port()}
     stack = AsyncExitStack()
-    first = await stack.enter_async_context(fake_worker("w0"))
+    first = await stack.enter_async_context(fake_worker("w0", **ports))
     await cluster.register(first.instance, stack)
     router = await cluster.router()
     await both_ready(router, "w0")
     first.store(KEYS)
     await until("digests", router.digests, {"w0": first.digest()})
-    ports = {
-        "port": int(first.address.rpartition(":")[2]),
-        "events_port": int(first.instance.events_address.rpartition(":")[2]),
-    }
     await stack.aclose()
     second = await cluster.worker("w0", **ports)
     second.store(KEYS[:2])
@@ -169,16 +167,13 @@ async def test_a_restart_in_place_leaves_no_ghosts(cluster: Cluster) -> None:
 
 async def test_a_new_life_is_noticed_without_discovery(cluster: Cluster) -> None:
     """The old record still stands: the stream alone tells of the new life, within a second."""
-    async with fake_worker("w0") as first:
+    ports = {"port": free_port(), "events_port": free_port()}
+    async with fake_worker("w0", **ports) as first:
         await cluster.register(first.instance)
         router = await cluster.router()
         await both_ready(router, "w0")
         first.store(KEYS)
         await until("digests", router.digests, {"w0": first.digest()})
-        ports = {
-            "port": int(first.address.rpartition(":")[2]),
-            "events_port": int(first.instance.events_address.rpartition(":")[2]),
-        }
     async with fake_worker("w0", **ports) as second:
         await until("digests", router.digests, {"w0": (0, 0)}, timeout_s=2)
         assert (await router.workers())["w0"].worker.incarnation == second.instance.incarnation
@@ -318,8 +313,6 @@ async def queued(router: Router) -> dict[str, int]:
 
 
 async def test_etcd_away_at_start_and_back(cluster: Cluster, tmp_path: Path) -> None:
-    from tests.support.etcd import Etcd
-
     etcd = Etcd(tmp_path / "late")
     router = await cluster.router(etcd_endpoints=(etcd.endpoint,), discovery_grace_s=0.2)
     error = await failure(router.route(KEYS))

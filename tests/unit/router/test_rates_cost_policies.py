@@ -32,7 +32,7 @@ class TestRates:
         rates = RateBook(RateDefaults(prefill_tokens_per_s=4000, decode_tokens=16))
         rates.add_slot(0, "m")
         assert rates.prefill_rate(0) == 4000
-        assert rates.decode_delay_s(0) == pytest.approx(0.004)
+        assert rates.decode_delay_s(rates.prefill_rate(0)) == pytest.approx(0.004)
 
     def test_samples_move_it_and_newcomers_inherit(self) -> None:
         rates = RateBook(RateDefaults(prefill_tokens_per_s=4000))
