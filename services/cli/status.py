@@ -117,7 +117,8 @@ def render(status: Status) -> RenderableType:
     )
     head = Text.assemble(
         (now.phase.value, "green" if status.ok else "red"),
-        f"  {now.model} at {now.gateway_url}/v1, policy {now.policy}, etcd {now.etcd_endpoints}",
+        f"  {now.model} at {now.gateway_url}/v1\n",
+        (f"policy {now.policy}, etcd {now.etcd_endpoints}", "dim"),
     )
     parts: list[RenderableType] = [head]
     if not status.supervised and now.phase not in (Phase.STOPPED, Phase.FAILED):

@@ -10,18 +10,23 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from services.cli.adapters.rpc import WorkerRow
 from services.cli.config import child_environment
 from services.cli.errors import CliError, PortTaken, StartFailed, StateError
 from services.cli.up.options import UpOptions
 from services.cli.up.process import ProcessRef, find, send, wait_gone
 from services.cli.up.run import Cluster, StopRequests, run_cluster
-from services.cli.up.spec import ProcessView, tail
+from services.cli.up.spec import ProcessState, ProcessView, tail
 from services.cli.up.view import PipeReporter, Reporter
+from services.common.telemetry.logging import get_logger, setup_logging
+
+log = get_logger(__name__)
 
 _END_S = 30.0
 """Longest wait for a daemon to end beyond its drain timeout."""
@@ -104,6 +109,33 @@ def _error(said: dict[str, Any]) -> CliError:
     return _ERRORS.get(said["kind"], CliError)(said["message"], hint=said["hint"])
 
 
+class _DaemonReporter:
+    """Tells the command that started us while it listens, and the log always."""
+
+    def __init__(self, pipe: PipeReporter) -> None:
+        self._pipe = pipe
+
+    def change(self, view: ProcessView) -> None:
+        """Sends and logs the change."""
+        self._pipe.change(view)
+        bad = view.state in (ProcessState.BACKOFF, ProcessState.DOWN)
+        (log.warning if bad else log.info)(
+            "process", name=view.name, state=view.state.value, pid=view.pid, detail=view.detail
+        )
+
+    def note(self, text: str) -> None:
+        """Sends and logs the line."""
+        self._pipe.note(text)
+        log.info(text)
+
+    def workers(self, rows: Sequence[WorkerRow] | None) -> None:
+        """Drops the figures: who wants them asks with `forebay status`."""
+
+    def close(self) -> None:
+        """Closes the pipe."""
+        self._pipe.close()
+
+
 async def _main(options: UpOptions, reporter: PipeReporter) -> None:
     stop = StopRequests()
     stop.on_signals()
@@ -114,8 +146,9 @@ async def _main(options: UpOptions, reporter: PipeReporter) -> None:
         await stop.asked.wait()
 
     try:
-        await run_cluster(options, reporter, stop, serve)
+        await run_cluster(options, _DaemonReporter(reporter), stop, serve)
     except CliError as exc:
+        log.error(exc.message)
         failed = {"kind": type(exc).__name__, "message": exc.message, "hint": exc.hint}
         if isinstance(exc, StartFailed):
             failed |= {"process": exc.process, "tail": list(exc.tail)}  # type: ignore[dict-item]
@@ -128,12 +161,12 @@ def main() -> None:
     options = UpOptions.from_json(sys.stdin.buffer.read())
     if os.fork() != 0:  # before anything has made a thread
         os._exit(0)
+    setup_logging("supervisor")
     reporter = PipeReporter(int(sys.argv[1]))
     reporter.send({"pid": os.getpid()})
     try:
         asyncio.run(_main(options, reporter))
-    except CliError as exc:
-        print(f"forebay: {exc.message}", file=sys.stderr)
+    except CliError:  # told already
         raise SystemExit(1) from None
 
 

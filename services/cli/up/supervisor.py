@@ -149,7 +149,8 @@ class _Keeper:
 
     def _end(self, state: ProcessState, code: int) -> None:
         self._busy = False
-        self._set(state=state, detail=exit_text(code), **_gone(code))
+        asked = state is ProcessState.STOPPED and code in (0, -signal.SIGTERM)
+        self._set(state=state, detail="" if asked else exit_text(code), **_gone(code))
 
     async def _live(self) -> int:
         """One life: start, ready, end. Returns the exit code."""
