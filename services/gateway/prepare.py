@@ -91,7 +91,7 @@ async def prepare_chat(
 
     size = sum(len(m.text) for m in request.messages)
     text = await asyncio.to_thread(render) if size > _INLINE_CHARS else render()
-    check_length(tokenizer.least_tokens(len(text)), served.card, request.prompt_param)
+    check_length(tokenizer.least_tokens(text), served.card, request.prompt_param)
     ids = await tokenizer.encode_async(text, add_special_tokens=request.add_special_tokens)
     return await _job(served, request, [ids], caller)
 
@@ -104,7 +104,7 @@ async def prepare_completion(
     prompts: list[Sequence[int]] = []
     for prompt in request.prompt:
         if isinstance(prompt, str):
-            least = served.tokenizer.least_tokens(len(prompt))
+            least = served.tokenizer.least_tokens(prompt)
             check_length(least, served.card, request.prompt_param)
             prompts.append(
                 await served.tokenizer.encode_async(

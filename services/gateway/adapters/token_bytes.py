@@ -69,12 +69,13 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_alphabet()
+BYTE_CHARACTERS = _byte_alphabet()
+"""Character to the byte that it stands for in byte-level vocabularies."""
 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes(_ALPHABET[character] for character in token)
+        return bytes(BYTE_CHARACTERS[character] for character in token)
     except KeyError:
         # An added token, stored as plain text.
         return token.encode()

@@ -21,6 +21,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from services.gateway.adapters.token_bytes import TokenBytes, plan_token_bytes
+from services.gateway.adapters.token_reach import TokenReach, measure_reach
 from services.gateway.core.messages import Message
 from services.gateway.core.template import ChatTemplate
 from services.gateway.errors import BadRequest
@@ -46,10 +47,12 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         token_bytes: TokenBytes | None,
+        reach: TokenReach | None,
         template: ChatTemplate | None,
         special_tokens: Mapping[str, Any],
     ) -> None:
-        """Use `load`. `token_bytes` is None where text is not the tokens' own bytes."""
+        """Use `load`. `token_bytes` is None where text is not the tokens' own bytes, `reach`
+        where nothing bounds how much text a token covers."""
         self._backend = backend
         self._special_ids = frozenset(
             token_id
@@ -61,7 +64,7 @@ class Tokenizer:
         self._template = template
         self.special_tokens = dict(special_tokens)
         self._inline_chars = 0
-        self._longest_token = _longest_token(backend, json.loads(backend.to_str()))
+        self._reach = reach
         # Its queue is bounded by the requests that wait for it, one text each.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
 
@@ -96,7 +99,10 @@ class Tokenizer:
         # is a tokenizer.json, its post-processor alone says what stands round a text.
         template_source = _template_source(directory, config)
         template = ChatTemplate(template_source, special) if template_source else None
-        return cls(backend, plan_token_bytes(json.loads(source).get("decoder")), template, special)
+        stored = json.loads(source)
+        added = list(backend.get_added_tokens_decoder().values())
+        reach = measure_reach(stored, added)
+        return cls(backend, plan_token_bytes(stored.get("decoder")), reach, template, special)
 
     def close(self) -> None:
         """Ends the threads. Encodings under way are finished, later ones fail."""
@@ -160,12 +166,12 @@ class Tokenizer:
             self._pool, lambda: self.encode(text, add_special_tokens=add_special_tokens)
         )
 
-    def least_tokens(self, chars: int) -> int:
-        """A number of tokens that a text of so many characters has at least.
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least.
 
         Tells a hopelessly long prompt without encoding it, which takes seconds for megabytes.
         """
-        return -(-chars // self._longest_token) if self._longest_token else 0
+        return self._reach.least_tokens(text) if self._reach else 0
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all the ids at once."""
@@ -204,31 +210,6 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether skip_special_tokens leaves it out."""
         return token_id in self._special_ids
-
-
-def _longest_token(backend: tokenizers.Tokenizer, stored: dict[str, Any]) -> int:
-    """Characters that one token covers at most; 0 where nothing bounds them.
-
-    Unknown tokens may cover any run, normalizers may drop text, added tokens may swallow blanks.
-    """
-    model = stored["model"]
-    pre = json.dumps(stored.get("pre_tokenizer"))
-    if model.get("type") != "BPE" or not (model.get("byte_fallback") or '"ByteLevel"' in pre):
-        return 0
-    if stored.get("normalizer") is not None and not _keeps_length(stored["normalizer"]):
-        return 0
-    if any(t["lstrip"] or t["rstrip"] for t in stored["added_tokens"]):
-        return 0
-    # A stored character is at least a byte, and a byte is at most a character.
-    return max(map(len, backend.get_vocab()), default=0)
-
-
-def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
-    if normalizer.get("type") == "Sequence":
-        return all(_keeps_length(step) for step in normalizer["normalizers"])
-    if normalizer.get("type") == "Replace":
-        return normalizer.get("pattern") == {"String": " "} and bool(normalizer.get("content"))
-    return normalizer.get("type") == "Prepend"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -154,8 +154,8 @@ def check_length(least_tokens: int, card: ModelCard, param: str) -> None:
     """Raises ContextLengthExceeded for a text that must have too many tokens, unencoded as it is."""
     if least_tokens >= card.max_model_len:
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {card.max_model_len} tokens, and the "
-            f"prompt has more than {least_tokens - 1}. Please shorten the {param}.",
+            f"This model's maximum context length is {card.max_model_len} tokens, "
+            f"and the prompt has more than {least_tokens - 1}. Please shorten the {param}.",
             param=param,
         )
 
