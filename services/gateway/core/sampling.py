@@ -151,7 +151,7 @@ def _max_tokens(request: GenerationRequest, card: ModelCard, prompt_tokens: int)
 
 
 def check_length(least_tokens: int, card: ModelCard, param: str) -> None:
-    """Raises ContextLengthExceeded for a text that must have too many tokens, unencoded as it is."""
+    """Raises ContextLengthExceeded for a text that has too many tokens before it is encoded."""
     if least_tokens >= card.max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {card.max_model_len} tokens, "
