@@ -127,6 +127,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception, method: str) -> None:
+    if isinstance(exc, NotImplementedError):
+        # What generated base classes raise for methods that a servicer leaves out.
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
     if not isinstance(exc, ForebayError):
         log.error("unexpected error in a call", method=method, exc_info=exc)
         exc = Internal(f"internal error in {method}; the log has the details")

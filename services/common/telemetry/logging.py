@@ -66,7 +66,11 @@ def setup_logging(service: str, *, level: str = "info", fmt: str = "json") -> No
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer()
         if fmt == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(),
+            # The default one shows local variables, and with them prompts and keys.
+            exception_formatter=structlog.dev.plain_traceback,
+        )
     )
 
     def add_service(_: Any, __: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:

@@ -31,7 +31,9 @@ def tracing(service: str, instance_id: str, endpoint: str) -> Iterator[trace.Tra
     insecure = not endpoint.startswith("https://")
     provider.add_span_processor(
         BatchSpanProcessor(
-            OTLPSpanExporter(endpoint=endpoint, insecure=insecure), schedule_delay_millis=1000
+            # The time limit is also how long an absent collector may delay the process's end.
+            OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=2),
+            schedule_delay_millis=1000,
         )
     )
     try:

@@ -98,6 +98,7 @@ def test_secrets_never_reach_a_line(fmt: str, capsys: pytest.CaptureFixture[str]
         logging.getLogger("lib").exception("stdlib")
     written = capsys.readouterr().err
     assert "bad header" in written and "with extra" in written
+    assert "Logging error" not in written
     assert KEY.lower() not in written.lower()
     assert KEY.encode().hex() not in written
 
