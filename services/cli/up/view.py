@@ -119,10 +119,11 @@ class LiveReporter:
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [process_table(tuple(self._views.values()), self._since)]
-        if self._rows:
-            parts.append(worker_table(self._rows))
-        elif self._rows is None:
-            parts.append(Text("no router answers", style="yellow"))
+        serving = any(v.state is ProcessState.READY for v in self._views.values())
+        if self._rows and serving:
+            parts += [Text(), worker_table(self._rows)]
+        elif self._rows is None and serving:
+            parts += [Text(), Text("no router answers", style="yellow")]
         return Group(*parts)
 
 

@@ -302,3 +302,52 @@ def _until(directory: Path, wanted: object, timeout_s: float = 20) -> ProcessVie
                 await asyncio.sleep(0.02)
 
     return asyncio.run(look())
+
+
+FOREGROUND = """
+import sys
+from services.cli.up.command import run_up
+from services.cli.up.options import UpOptions
+run_up(UpOptions.from_json(sys.argv[1].encode()), detach=False, question="")
+"""
+
+
+def _foreground(given: UpOptions) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FOREGROUND, given.to_json().decode()],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Ctrl-C stops it" in line:
+            return process
+    raise AssertionError("it ended before it served")
+
+
+def test_ctrl_c_stops_all_in_order(tmp_path: Path, fakes: None) -> None:
+    process = _foreground(options(tmp_path))
+    found = state.load(tmp_path / "state")
+    assert found is not None
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in rest
+    order = [line.split()[0] for line in rest.splitlines() if " stopped" in line]
+    assert order[0] == "gateway-0" and order[-1] == "etcd" and len(order) == 5
+    assert not any(alive(r) for r in lives(found))
+
+
+def test_a_second_ctrl_c_kills(tmp_path: Path, fakes: None) -> None:
+    process = _foreground(options(tmp_path, drain_timeout_s=300.0))
+    found = state.load(tmp_path / "state")
+    assert found is not None
+    os.kill(found.of_kind("gateway")[0].pid, signal.SIGSTOP)  # it won't follow the first
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "stopping" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert not any(alive(r) for r in lives(found))
