@@ -401,10 +401,16 @@ async def test_penalties_and_truncation_are_passed_on(engine: Harness) -> None:
         pytest.skip("the fake has no distribution to shape")
     loop = replace(GREEDY, max_tokens=40, allowed_token_ids=(101, 202, 303, 404))
     plain = tokens(await engine.run(prompt(40), loop))
-    for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+    for penalty in ("presence_penalty", "frequency_penalty"):
         changed = tokens(await engine.run(prompt(40), replace(loop, **{penalty: 2.0})))
         assert changed != plain, penalty
     greedy = tokens(await engine.run(prompt(40)))
+    # It counts the prompt's tokens too.
+    primed = [*prompt(40), *greedy]
+    free = tokens(await engine.run(primed))
+    penalised = tokens(await engine.run(primed, replace(GREEDY, repetition_penalty=5.0)))
+    assert not set(penalised) & set(greedy)
+    assert penalised != free
     hot = Sampling(max_tokens=8, temperature=2.0)
     for narrowing in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         assert tokens(await engine.run(prompt(40), replace(hot, **narrowing))) == greedy, narrowing

@@ -38,11 +38,8 @@ class DigestCache:
     def __init__(self, file: Path | None = None) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         self._file = file or Path(home) / "forebay" / "digests.json"
-        self._known: dict[str, str] = {}
-        try:
-            self._known = json.loads(self._file.read_text())
-        except (OSError, ValueError):
-            log.debug("no digests are remembered", file=str(self._file))
+        known = _read_object(self._file)
+        self._known = {k: v for k, v in known.items() if isinstance(v, str) and len(v) == 64}
 
     def sha256(self, path: Path) -> str:
         """Hex digest of a file's content; read at most once for each state of the file."""
@@ -67,6 +64,15 @@ class DigestCache:
             Path(scratch.name).replace(self._file)
         except OSError as exc:
             log.warning("digests can't be remembered", file=str(self._file), error=str(exc))
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one when there is none."""
+    try:
+        read = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def weights_digest(folder: Path, digests: DigestCache) -> bytes:
@@ -117,10 +123,7 @@ def card_files(folder: Path) -> tuple[CardFile, ...]:
 
 def generation_defaults(folder: Path) -> GenerationDefaults:
     """Sampling defaults that the model's generation_config.json states."""
-    try:
-        stated: dict[str, Any] = json.loads((folder / "generation_config.json").read_text())
-    except (OSError, ValueError):
-        return GenerationDefaults()
+    stated = _read_object(folder / "generation_config.json")
 
     def number(name: str) -> float | None:
         value = stated.get(name)
@@ -144,9 +147,13 @@ def link_adapters(adapters: Mapping[str, str], root: str, digests: DigestCache) 
     if not adapters:
         return []
     folder = Path(root or Path(tempfile.gettempdir()) / f"forebay-{os.getuid()}" / "adapters")
+    if not root:
+        # In a folder that all may write to, only one of our own is safe.
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        state = folder.parent.lstat()
+        if state.st_uid != os.getuid() or state.st_mode & 0o022:
+            raise EngineStartError(f"others can write to {folder.parent}; set --adapter-root")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not root and folder.parent.stat().st_uid != os.getuid():
-        raise EngineStartError(f"{folder.parent} belongs to another user; set --adapter-root")
     linked = []
     for name, path in adapters.items():
         source = Path(path).resolve()

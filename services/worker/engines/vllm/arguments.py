@@ -13,6 +13,7 @@ from typing import Any
 import vllm
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
@@ -83,7 +84,7 @@ def engine_config(
         arguments.setdefault("kv_cache_memory_bytes", int(settings.kv_cache_gb * (1 << 30)))
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
-    except (ValueError, TypeError, OSError, NotImplementedError) as exc:
+    except (ValueError, TypeError, OSError, NotImplementedError, VLLMClientError) as exc:
         raise EngineStartError(f"vLLM refuses its configuration: {exc}") from exc
     if not config.cache_config.enable_prefix_caching:
         raise SettingsError("engine_args: prefix caching can't be turned off")

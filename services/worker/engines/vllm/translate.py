@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -64,7 +65,7 @@ class Intake:
                 priority=request.priority,
                 data_parallel_rank=request.dp_rank,
             )
-        except ValueError as exc:
+        except (ValueError, VLLMClientError) as exc:
             # vLLM's validation names the parameter when it knows it.
             field = getattr(exc, "parameter", None) or ""
             raise InvalidRequest(f"the engine refuses the request: {exc}", field=field) from exc
