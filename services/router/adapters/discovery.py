@@ -16,6 +16,8 @@ from services.router.ports import Clock
 
 log = get_logger(__name__)
 
+_MOST_RANKS = 1024
+
 
 class Watcher(Protocol):
     """The part of discovery that is needed."""
@@ -29,6 +31,8 @@ def worker_info(instance: Instance) -> WorkerInfo:
     card = instance.card
     if card is None or not card.model or not card.block_size:
         raise ValueError("it has no model card with a model and a block size")
+    if instance.dp_size > _MOST_RANKS:
+        raise ValueError(f"it claims {instance.dp_size} data-parallel ranks")
     if not instance.incarnation:
         raise ValueError("its incarnation is 0")
     return WorkerInfo(

@@ -226,14 +226,16 @@ class WorkerTable:
         return True
 
     def tick(self, now: float) -> list[Change]:
-        """Removes those without a record who are silent for long, or for short after a refusal."""
+        """Removes those without a record who are silent for long.
+
+        A short silence will do for one that refused a connection or said that it was leaving.
+        """
         gone = []
         for worker in list(self):
             if worker.record_incarnation is not None:
                 continue
-            limit = (
-                self._liveness.suspect_after_s if worker.refused else self._liveness.gone_after_s
-            )
+            leaving = worker.refused or worker.info.draining
+            limit = self._liveness.suspect_after_s if leaving else self._liveness.gone_after_s
             if worker.silence_s(now) > limit:
                 del self._workers[worker.info.id]
                 self._remember(worker.info, now)

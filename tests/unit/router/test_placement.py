@@ -313,6 +313,14 @@ class TestLiveness:
         assert rig.core.tick(rig.now) == []
         assert rig.status() == {"w0": WorkerStatus.SUSPECT}
 
+    def test_one_that_drained_and_left_is_gone_soon(self) -> None:
+        rig = Rig(workers=1)
+        rig.core.record(rig.info("w0", 1, draining=True), rig.now)
+        rig.now += 5
+        assert rig.core.tick(rig.now) == [], "its record stands"
+        rig.core.record_vanished("w0", 1)
+        assert rig.core.tick(rig.now) == ["w0"]
+
     def test_refused_silent_and_without_record_is_gone(self) -> None:
         rig = Rig(workers=1)
         rig.core.record_vanished("w0", 1)
