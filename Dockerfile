@@ -20,6 +20,7 @@ COPY requirements/uv.txt requirements/lock-services.txt requirements/
 RUN python3 tools/setup.py --set services --no-project --venv /venv \
     && /venv/bin/python -m pip uninstall --quiet --yes uv
 COPY services services
+RUN chmod -R a+rX services
 ENV PYTHONPATH=/app:/app/services/gen
 USER forebay
 # All interfaces of the container; what is reached from outside it, compose.yaml says.
@@ -43,6 +44,7 @@ RUN python3 tools/setup.py --set cpu --no-project --venv /venv \
     && /venv/bin/python -m pip uninstall --quiet --yes uv \
     && rm -rf /var/lib/apt/lists/*
 COPY services services
+RUN chmod -R a+rX services
 ENV PYTHONPATH=/app:/app/services/gen
 USER forebay
 ENV FOREBAY_HOST=0.0.0.0

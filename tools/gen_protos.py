@@ -72,6 +72,7 @@ def main() -> int:
             return 1 if stale else 0
         shutil.rmtree(GEN, ignore_errors=True)
         shutil.copytree(fresh, GEN)
+        GEN.chmod(0o755)  # the scratch folder was for us alone
     return 0
 
 
