@@ -1,1 +1,3 @@
-"""The gateway: OpenAI's API in front, tokens behind. It owns HTTP, templates, text, tenants and migration."""
+"""The gateway: OpenAI's API in front, tokens behind. It owns HTTP, templates, text, tenants and
+migration.
+"""

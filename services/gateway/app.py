@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from services.common.cards import Holder, Instance, InstanceKind, ModelCard
-from services.common.discovery import open_discovery
+from services.common.discovery import Discovery, open_discovery
 from services.common.ids import new_id, new_incarnation
 from services.common.lifecycle import Lifecycle
 from services.common.net import advertised_host, host_port
@@ -41,7 +41,12 @@ _FIRST_MODELS_S = 15.0
 _TICK_S = 0.5
 
 
-async def main(settings: GatewaySettings, life: Lifecycle) -> None:
+OpenDiscovery = Callable[[GatewaySettings], AbstractAsyncContextManager[Discovery]]
+
+
+async def main(
+    settings: GatewaySettings, life: Lifecycle, discover: OpenDiscovery = open_discovery
+) -> None:
     """Serves until `life` is told to stop, then drains."""
     keys = load_keys(settings.api_keys_file) if settings.api_keys_file else None
     gateway_id = settings.id or new_id("gateway")
@@ -93,7 +98,7 @@ async def main(settings: GatewaySettings, life: Lifecycle) -> None:
         tracing("gateway", gateway_id, settings.otlp_endpoint) as tracer,
     ):
         web = GatewayApp(settings, models, pipeline, metrics, tracer, keys, instances)
-        async with open_discovery(settings) as discovery, asyncio.TaskGroup() as tasks:
+        async with discover(settings) as discovery, asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(directory.run(discovery), name="discovery"),
                 tasks.create_task(routers.run(), name="routers"),
@@ -147,8 +152,7 @@ async def _start(web: GatewayApp, directory: Directory, models: Models) -> None:
             await directory.synced.wait()
     with suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MODELS_S):
-            while models.busy:
-                await asyncio.sleep(0.02)
+            await models.settled()
     web.starting = False
 
 

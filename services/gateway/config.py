@@ -23,17 +23,19 @@ class GatewaySettings(ServiceSettings):
     body_timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait in seconds for a request's body to arrive; then 408."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest life of a request in seconds, from its arrival to its last byte; then 504, or an error event."""
+    """Longest life of a request in seconds, to its last byte; then 504, or an error event."""
     sse_keep_alive_s: float = Field(default=0.0, ge=0)
     """Seconds of silence on a stream after which a comment line is sent; 0 sends none."""
     response_headers: bool = True
     """Whether answers carry x-forebay-* headers (worker and cached tokens)."""
     api_keys_file: str = ""
-    """TOML or JSON file: each key (or "sha256:" and the hex digest of one) and its tenant. Empty: no keys asked."""
+    """TOML or JSON file of keys (or "sha256:" and a key's hex digest) and their tenants. Empty: no
+    keys are asked for.
+    """
     cors_origins: StrList = ()
     """Origins that browsers may call from, comma-separated; "*" for any. Empty: no CORS headers."""
     max_in_flight: int = Field(default=8192, ge=1)
-    """Most requests served at once; a further one gets 503. The limit on open files should exceed it."""
+    """Most requests served at once; a further one gets 503. More open files must be allowed."""
     backlog: int = Field(default=2048, ge=16)
     """Length of the listen backlog."""
     http_keep_alive_s: float = Field(default=75.0, gt=0)
@@ -50,8 +52,9 @@ class GatewaySettings(ServiceSettings):
     connect_timeout_s: float = Field(default=2.0, gt=0)
     """Longest wait in seconds for a worker's connection when a request needs it."""
     stall_timeout_s: float = Field(default=120.0, ge=0)
-    """Seconds without any frame from a worker that has our requests, after which they go elsewhere; 0 never.
-    Longer than the longest prefill."""
+    """Seconds without any frame from a worker that has our requests, after which they go elsewhere;
+    0 never. Longer than the longest prefill.
+    """
 
     model_cache_dir: str = ""
-    """Directory for tokenizer files fetched from workers, by digest. Empty: ~/.cache/forebay/models."""
+    """Directory for files fetched from workers, by digest. Empty: ~/.cache/forebay/models."""

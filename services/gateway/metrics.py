@@ -1,4 +1,6 @@
-"""The gateway's figures. Label values are bounded: known paths, served models, worker ids, fixed words."""
+"""The gateway's figures. Label values are bounded: known paths, served models, worker ids, fixed
+words.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models are served and by whom; loads their tokenizers and refuses workers whose cards don't fit."""
+"""Which models are served and by whom; loads tokenizers, refuses workers whose cards don't fit."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ def _likeness(card: ModelCard) -> tuple[object, ...]:
     return (files_digest(card), card.block_size, card.vocab_size, card.eos_token_ids, card.defaults)
 
 
+def _same(one: ModelCard, other: ModelCard) -> bool:
+    return one.model == other.model and _likeness(one) == _likeness(other)
+
+
 class Models:
     """The models of all workers. Owned by the loop's thread."""
 
@@ -61,11 +65,10 @@ class Models:
         if card is None:
             return
         known = self._worker(instance.id)
-        if known is not None and known.incarnation == instance.incarnation:
-            same = known.card is not None and _likeness(known.card) == _likeness(card)
-            if same and known.card is not None and known.card.model == card.model:
-                self._replace(instance)
-                return
+        # Another life of it changes nothing here, as long as it serves the same.
+        if known is not None and known.card is not None and _same(known.card, card):
+            self._replace(instance)
+            return
         self.remove(instance.id)
         self._admit(instance, card)
 
@@ -99,10 +102,10 @@ class Models:
         """Whether a model of that name is known but can't be served yet."""
         return any(m.tokenizer is None for m in self._candidates(name))
 
-    @property
-    def busy(self) -> bool:
-        """Whether some model is still being loaded."""
-        return any(m.tokenizer is None for m in self._models.values())
+    async def settled(self) -> None:
+        """Waits until every known model is loaded."""
+        while tasks := [m.task for m in self._models.values() if m.task and not m.task.done()]:
+            await asyncio.wait(tasks)
 
     def served(self) -> list[Served]:
         """All names that can be served now: models, then their adapters."""

@@ -1,9 +1,9 @@
 """A job's life: placement, session, news, text; and migration when a worker is lost on the way.
 
-A sequence that lost its worker is placed again with its output so far as prior output. What the engine
-can't restore (RESUME_UNSUPPORTED) ends a stream with an error; while nothing has been shown, the choice
-starts anew instead. `cached_tokens` is told by the attempt that gave a choice its first tokens: later
-attempts recompute what the client was already answered.
+A sequence that lost its worker is placed again with its output so far as prior output. What the
+engine can't restore (RESUME_UNSUPPORTED) ends a stream with an error; while nothing has been shown,
+the choice starts anew instead. `cached_tokens` is told by the attempt that gave a choice its first
+tokens: later attempts recompute what the client was already answered.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _FINISH: dict[Ended, EndOfSequence] = {Ended.STOP: "stop", Ended.LENGTH: "length
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What choice `index` gained."""
+    """What choice `index` gained. `anew`: it began again, and all that it gave before is void."""
 
     index: int
     delta: ChoiceDelta
+    anew: bool = False
 
 
 @dataclass(slots=True)
@@ -60,6 +61,8 @@ class _Sequence:
     migrations: int = 0
     excluded: set[str] = field(default_factory=set)
     cached_tokens: int | None = None
+    answered_by: Placement | None = None
+    """The attempt that gave the first tokens, which `cached_tokens` are of."""
 
 
 class Generation:
@@ -67,8 +70,6 @@ class Generation:
 
     def __init__(self, pipeline: Pipeline, job: Job) -> None:
         self.job = job
-        self.placements: list[Placement] = []
-        """The first placement of each prompt."""
         self._pipeline = pipeline
         self._inbox = Inbox()
         self._sequences = [
@@ -103,6 +104,13 @@ class Generation:
         return total
 
     @property
+    def placements(self) -> list[Placement]:
+        """For each prompt the placement that gave its first choice the first tokens, or is to."""
+        firsts = self._sequences[:: self.job.n]
+        found = [s.answered_by or s.placement for s in firsts]
+        return [placement for placement in found if placement is not None]
+
+    @property
     def predicted_cached_tokens(self) -> int:
         """What the router expected, all prompts together."""
         return sum(p.predicted_cached_tokens for p in self.placements)
@@ -112,7 +120,7 @@ class Generation:
         n = self.job.n
         for p in range(len(self.job.prompts)):
             group = self._sequences[p * n : (p + 1) * n]
-            self.placements.append(await self._launch(group))
+            await self._launch(group)
 
     async def updates(self) -> list[Update]:
         """The next news of any choice, at least one. Raises ApiError when the job has failed."""
@@ -126,9 +134,9 @@ class Generation:
                 if delta is not None:
                     found.append(Update(sequence.index, delta))
                 if sequence.index in self._open and (news.error or news.ended):
-                    delta = await self._recover(sequence, news)
-                    if delta is not None:
-                        found.append(Update(sequence.index, delta))
+                    update = await self._recover(sequence, news)
+                    if update is not None:
+                        found.append(update)
         return found
 
     def close(self) -> None:
@@ -140,7 +148,8 @@ class Generation:
         finish = _FINISH.get(news.ended) if news.ended else None
         if not news.token_ids and finish is None:
             return None
-        if sequence.cached_tokens is None:
+        if sequence.answered_by is None:
+            sequence.answered_by = sequence.placement
             sequence.cached_tokens = news.cached_tokens
         delta = sequence.choice.feed(
             news.token_ids, news.logprobs, finish, stop_token_id=news.stop_token_id
@@ -155,13 +164,13 @@ class Generation:
             self._pipeline.pool.abort(sequence.request_id)
             self._pipeline.metrics.sequences.dec()
 
-    async def _recover(self, sequence: _Sequence, news: News) -> ChoiceDelta | None:
+    async def _recover(self, sequence: _Sequence, news: News) -> Update | None:
         """Carries a broken sequence on elsewhere, or raises what the client is to be told."""
         self._forget(sequence)
         if sequence.choice.at_limit:
             # All is there, only the last word of the worker got lost.
             self._open.discard(sequence.index)
-            return sequence.choice.end("length")
+            return Update(sequence.index, sequence.choice.end("length"))
         error = news.error or Unavailable("the worker aborted the request", reason="ABORTED")
         metrics, worker = self._pipeline.metrics, sequence.placement
         prior = len(sequence.choice.output_ids)
@@ -170,7 +179,7 @@ class Generation:
             sequence.choice = Choice(
                 self.job.served.tokenizer, sequence.sampling, sequence.prompt.ids
             )
-            sequence.cached_tokens = None
+            sequence.cached_tokens = sequence.answered_by = None
             metrics.migrations.labels("restarted").inc()
         elif unsupported:
             metrics.migrations.labels("unsupported").inc()
@@ -191,11 +200,12 @@ class Generation:
             prior_tokens=prior,
         )
         await self._launch([sequence])
-        if not unsupported:
-            metrics.migrations.labels("resumed").inc()
+        if unsupported:
+            return Update(sequence.index, ChoiceDelta(""), anew=True)
+        metrics.migrations.labels("resumed").inc()
         return None
 
-    async def _launch(self, group: Sequence[_Sequence]) -> Placement:
+    async def _launch(self, group: Sequence[_Sequence]) -> None:
         """Places sequences of one prompt together and sends them off."""
         job, pipeline = self.job, self._pipeline
         first = group[0]
@@ -222,7 +232,7 @@ class Generation:
                 raise to_api_error(exc) from exc
             try:
                 await pipeline.pool.start(placement, self._works(group, placement), self._inbox)
-                return placement
+                return
             except WorkerLost as exc:
                 self._unbook(group)
                 pipeline.placer.release(placement, unreachable=exc.refused)
@@ -233,7 +243,6 @@ class Generation:
                 self._unbook(group)
                 pipeline.placer.release(placement)
                 raise
-        raise AssertionError("unreachable")
 
     def _works(self, group: Sequence[_Sequence], placement: Placement) -> list[Work]:
         job = self.job

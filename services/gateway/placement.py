@@ -1,4 +1,4 @@
-"""Where a request shall run: a router says, or, without one, the least loaded worker that we see."""
+"""Where a request shall run: a router says, or, without one, it is the least loaded worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RouterClient(Protocol):
     """Any router."""
 
     async def place(self, ask: Ask) -> Placement:
-        """A router's decision; raises NoRouter (an Unavailable), or what the router refused with."""
+        """A decision. Raises NoRouter (an Unavailable), or what the router refused with."""
         ...
 
     def release(self, placement: Placement, *, unreachable: bool = False) -> None:
@@ -29,8 +29,8 @@ class RouterClient(Protocol):
 class RoutedPlacer:
     """Asks a router first and falls back to the least loaded worker of the model.
 
-    It also falls back when the router sees no worker but we do: a router that has just started knows
-    less than a gateway with living sessions. Overload is the router's word and stands.
+    It also falls back when the router sees no worker but we do: a router that has just started
+    knows less than a gateway with living sessions. Overload is the router's word and stands.
     """
 
     def __init__(

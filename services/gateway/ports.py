@@ -1,4 +1,4 @@
-"""What the pipeline needs of the outside: a placement, a worker that runs a sequence, and its news."""
+"""What the pipeline needs of the outside: a placement, a worker for a sequence, and its news."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from services.gateway.core.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question for a placement. `keys` are the full blocks of prompt and prior output, `tokens` counts both."""
+    """A question for a placement. `keys` are the full blocks of prompt and prior output, `tokens`
+    counts both.
+    """
 
     model: str
     block_size: int
@@ -67,7 +69,9 @@ class Placer(Protocol):
         ...
 
     def release(self, placement: Placement, *, unreachable: bool = False) -> None:
-        """Gives back a placement that never reached its worker; `unreachable`: the worker refused us."""
+        """Gives back a placement that never reached its worker; `unreachable`: the worker refused
+        us.
+        """
         ...
 
 
@@ -104,10 +108,11 @@ class News:
 
 
 class Inbox:
-    """News of one client request's sequences, by their request id. One reader, on the loop's thread.
+    """News of one client request's sequences, by their request id. One reader, on the loop's
+    thread.
 
-    Nothing in it can grow beyond what the sequences may produce (max_tokens), so a slow reader holds up
-    nobody else.
+    Nothing in it can grow beyond what the sequences may produce (max_tokens), so a slow reader
+    holds up nobody else.
     """
 
     def __init__(self) -> None:
@@ -154,9 +159,13 @@ class WorkerPool(Protocol):
     """The sessions with all workers."""
 
     async def start(self, placement: Placement, works: Sequence[Work], inbox: Inbox) -> None:
-        """Sends sequences to their worker, all or none; their news arrive in `inbox`. Raises WorkerLost."""
+        """Sends sequences to their worker, all or none; their news arrive in `inbox`. Raises
+        WorkerLost.
+        """
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ends a sequence that runs somewhere; no news of it arrive any more. Idempotent, never blocks."""
+        """Ends a sequence that runs somewhere; no news of it arrive any more. Idempotent, never
+        blocks.
+        """
         ...

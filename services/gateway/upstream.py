@@ -48,8 +48,8 @@ def to_api_error(error: ForebayError) -> ApiError:
         return NoWorker(f"No worker can serve this now: {error.message}")
     if isinstance(error, FailedPrecondition) and error.reason == "RESUME_UNSUPPORTED":
         return UpstreamFailed(
-            "The worker of this request was lost, and its sampling state can't be restored on another "
-            "one. Send the request again.",
+            "The worker of this request was lost, and its sampling state can't be restored on "
+            "another one. Send the request again.",
             status=503,
             code="worker_lost",
             headers={"Retry-After": "1"},

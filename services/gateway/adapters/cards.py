@@ -1,4 +1,6 @@
-"""A model's files: fetched from a worker, checked against its card, kept in a directory named by digest."""
+"""A model's files: fetched from a worker, checked against its card, kept in a directory named by
+digest.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +68,11 @@ def files_digest(card: ModelCard) -> str:
 
 
 async def load_tokenizer(address: str, card: ModelCard, cache_dir: Path) -> Tokenizer:
-    """The tokenizer of a card, its files taken from `cache_dir` or fetched from the worker at `address`.
+    """The tokenizer of a card, its files taken from `cache_dir` or fetched from the worker at
+    `address`.
 
-    Raises FilesUnavailable (ask again, or another worker) or CardRefused (the files are no tokenizer).
+    Raises FilesUnavailable (ask again, or another worker) or CardRefused (the files are no
+    tokenizer).
     """
     directory = cache_dir / files_digest(card)
     if not await asyncio.to_thread(_verified, directory, card):

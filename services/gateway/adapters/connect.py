@@ -13,7 +13,9 @@ class Unreachable(Exception):
 
 
 async def connected(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
-    """Returns when the channel is connected. Raises Unreachable at the first refusal, or after `timeout_s`."""
+    """Returns when the channel is connected. Raises Unreachable at the first refusal, or after
+    `timeout_s`.
+    """
     state = channel.get_state(try_to_connect=True)
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,6 @@
-"""Hands discovery's events to those who care: workers to sessions and models, routers to the router client."""
+"""Hands discovery's events to those who care: workers to sessions and models, routers to the router
+client.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from services.gateway.models import Models
 
 
 class Directory:
-    """What discovery shows us. A worker stays known while its connection lives, whatever etcd says."""
+    """What discovery shows. A worker stays known while its connection lives, whatever etcd says."""
 
     def __init__(
         self, workers: Workers, models: Models, routers: Routers, *, follow_routers: bool

@@ -10,7 +10,9 @@ _SPARE = 256
 
 
 def raise_file_limit(connections: int) -> int:
-    """Raises the soft limit to the hard one; warns when `connections` clients don't fit. Returns the limit."""
+    """Raises the soft limit to the hard one; warns when `connections` clients don't fit. Returns
+    the limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -21,7 +23,7 @@ def raise_file_limit(connections: int) -> int:
             log.warning("limit on open files not raised", limit=soft, why=str(exc))
     if soft != resource.RLIM_INFINITY and soft < connections + _SPARE:
         log.warning(
-            "limit on open files is too low: clients will be refused before max_in_flight is reached",
+            "limit on open files is too low: clients are refused before max_in_flight is reached",
             limit=soft,
             max_in_flight=connections,
             wanted=connections + _SPARE,

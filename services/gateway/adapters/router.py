@@ -83,7 +83,7 @@ class Routers:
         self._known.set()
 
     def remove(self, router_id: str) -> None:
-        """A router's record vanished or it drains. One that is connected is used on while it lives."""
+        """A router's record vanished. One that is connected is used on while it lives."""
         if router_id == self.current:
             self._vanished.add(router_id)
             return

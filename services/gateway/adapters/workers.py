@@ -1,7 +1,7 @@
 """Sessions with workers: one bidirectional stream for each, all requests of this gateway on it.
 
-Each worker has a link: a task that connects, writes what is queued, deals out what comes in, and connects
-again. When the stream breaks, every sequence on it hears WorkerLost at once.
+Each worker has a link: a task that connects, writes what is queued, deals out what comes in, and
+connects again. When the stream breaks, every sequence on it hears WorkerLost at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from services.gateway.ports import Inbox, Placement, Work, WorkerLost
 log = get_logger(__name__)
 
 _MAX_QUEUED = 4096
-"""Sequences waiting to be written to one worker; beyond, the worker counts as lost for the next one."""
+"""Sequences waiting to be written to one worker; beyond, the worker counts as lost for the next
+one.
+"""
 _BACKOFF_S = (0.1, 2.0)
 
 
@@ -82,7 +84,9 @@ class WorkerLink:
         return len(self._running)
 
     async def run(self) -> None:
-        """Keeps the session until cancelled, or until the worker is gone from discovery and connection alike."""
+        """Keeps the session until cancelled, or until the worker is gone from discovery and
+        connection alike.
+        """
         backoff = _BACKOFF_S[0]
         try:
             while True:
@@ -126,7 +130,9 @@ class WorkerLink:
             raise WorkerLost(f"worker {self.id}: {self._why_down}", refused=self._refused)
 
     def submit(self, messages: Sequence[pb.GenerateRequest], inbox: Inbox) -> None:
-        """Queues sequences, all or none. Raises WorkerLost when the session is not up or its queue is full."""
+        """Queues sequences, all or none. Raises WorkerLost when the session is not up or its queue
+        is full.
+        """
         if self.state is not LinkState.UP:
             raise WorkerLost(f"worker {self.id}: {self._why_down}", refused=self._refused)
         if len(self._outbox) >= _MAX_QUEUED:
@@ -236,7 +242,9 @@ class Workers:
         self._gone.append(listener)
 
     def update(self, instance: Instance) -> None:
-        """A worker's record, new or changed. Another incarnation replaces the link: the old life is over."""
+        """A worker's record, new or changed. Another incarnation replaces the link: the old life is
+        over.
+        """
         link = self._links.get(instance.id)
         if link is not None and link.instance.incarnation == instance.incarnation:
             link.instance = instance
@@ -256,7 +264,9 @@ class Workers:
         task.add_done_callback(lambda done: self._ended(link, done))
 
     def unregister(self, worker_id: str, incarnation: int) -> None:
-        """Its record vanished: only a hint. The link is dropped when its connection is gone as well."""
+        """Its record vanished: only a hint. The link is dropped when its connection is gone as
+        well.
+        """
         link = self._links.get(worker_id)
         if link is not None and link.instance.incarnation == incarnation:
             link.registered = False
@@ -272,7 +282,7 @@ class Workers:
         return self._links.get(worker_id)
 
     async def start(self, placement: Placement, works: Sequence[Work], inbox: Inbox) -> None:
-        """Sends sequences to the worker of `placement`. Raises WorkerLost when it can't be reached."""
+        """Sends sequences to the worker of `placement`. Raises WorkerLost."""
         link = self._links.get(placement.worker.id)
         if link is None:
             raise WorkerLost(
@@ -284,7 +294,7 @@ class Workers:
             self._where[work.request_id] = link
 
     def abort(self, request_id: str) -> None:
-        """Ends a sequence wherever it runs; forgets it if it has ended. Idempotent, never blocks."""
+        """Ends a sequence wherever it runs, or forgets it. Idempotent, never blocks."""
         link = self._where.pop(request_id, None)
         if link is not None:
             link.abort(request_id)

@@ -1,7 +1,9 @@
-"""The ASGI application: paths to handlers, and what applies to all of them (keys, CORS, errors, limits).
+"""The ASGI application: paths to handlers, and what applies to all of them (keys, CORS, errors,
+limits).
 
 It is raw ASGI: for a stream of 64 chunks that costs a third less CPU than a framework's routing and
-responses, and there are eight paths. Whatever goes wrong under any path is answered in OpenAI's shape.
+responses, and there are eight paths. Whatever goes wrong under any path is answered in OpenAI's
+shape.
 """
 
 from __future__ import annotations
@@ -308,8 +310,6 @@ class GatewayApp:
             watch = _Stopwatch(self._metrics, job, self._settings.request_timeout_s, deadline)
             completion_id, created = new_id(id_prefix), int(time.time())
             async with self._pipeline.run(job) as generation:
-                span.set_attribute("forebay.worker", _workers(generation))
-                headers = self._headers(generation)
                 if request.stream:
                     rendered: Chunks = chunks(request, generation, completion_id, created)
                     self._metrics.streams.inc()
@@ -318,7 +318,7 @@ class GatewayApp:
                             exchange,
                             generation,
                             rendered,
-                            headers=headers,
+                            headers=lambda: self._headers(generation),
                             include_usage=request.include_usage,
                             keep_alive_s=self._settings.sse_keep_alive_s,
                             observe=watch.saw,
@@ -326,6 +326,7 @@ class GatewayApp:
                     finally:
                         self._metrics.streams.dec()
                         watch.count(generation)
+                        span.set_attribute("forebay.worker", _workers(generation))
                     return
                 pieces: list[list[ChoiceDelta]] = [[] for _ in range(len(job.prompts) * job.n)]
                 try:
@@ -333,9 +334,13 @@ class GatewayApp:
                         updates = await generation.updates()
                         watch.saw(updates)
                         for update in updates:
+                            if update.anew:
+                                pieces[update.index].clear()
                             pieces[update.index].append(update.delta)
                 finally:
                     watch.count(generation)
+                span.set_attribute("forebay.worker", _workers(generation))
+                headers = self._headers(generation)
                 if headers:
                     headers["x-forebay-cached-tokens"] = str(generation.usage.cached_tokens)
                 body = whole(request, generation, pieces, completion_id, created)

@@ -23,7 +23,9 @@ class KeysUnreadable(ForebayError):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """On whose account a request runs. `salt` keeps its cached blocks apart; empty: shared with all."""
+    """On whose account a request runs. `salt` keeps its cached blocks apart; empty: shared with
+    all.
+    """
 
     name: str = ""
     salt: str = ""
@@ -49,8 +51,8 @@ class ApiKeys:
 def load_keys(path: str) -> ApiKeys:
     """The keys in a TOML (`*.toml`) or JSON file. Raises KeysUnreadable, which never tells a key.
 
-    Each entry is a key, or "sha256:" and the hex digest of one, to a tenant's name, or to a table of
-    `tenant` and, optionally, `share_cache = true` for one whose blocks all others may share.
+    Each entry is a key, or "sha256:" and the hex digest of one, to a tenant's name, or to a table
+    of `tenant` and, optionally, `share_cache = true` for one whose blocks all others may share.
     """
     try:
         raw = Path(path).read_bytes()

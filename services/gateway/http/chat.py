@@ -13,7 +13,9 @@ from services.gateway.pipeline import Generation, Update
 
 
 class ChatChunks:
-    """A chat's stream: the role first, then text, then a chunk with the finish reason for each choice."""
+    """A chat's stream: the role first, then text, then a chunk with the finish reason for each
+    choice.
+    """
 
     def __init__(
         self, request: ChatRequest, generation: Generation, completion_id: str, created: int

@@ -1,4 +1,6 @@
-"""One HTTP request and its answer, over raw ASGI: body with a cap, JSON or a stream, errors in shape."""
+"""One HTTP request and its answer, over raw ASGI: body with a cap, JSON or a stream, errors in
+shape.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ class Exchange:
         return b"".join(parts)
 
     async def disconnected(self) -> None:
-        """Returns when the client has gone (or the answer is complete). Only after the body was read."""
+        """Returns when the client has gone (or the answer is complete). Only after the body was
+        read.
+        """
         while (await self._receive())["type"] != "http.disconnect":
             pass
 

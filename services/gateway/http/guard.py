@@ -14,7 +14,8 @@ class ClientGone(Exception):
 class Guard:
     """While entered, `end` stops the task that entered it and makes the block raise the reason.
 
-    It cancels the task, as asyncio.timeout does, so that whatever it waits for is cleaned up on the way.
+    It cancels the task, as asyncio.timeout does, so that whatever it waits for is cleaned up on the
+    way.
     """
 
     def __init__(self) -> None:

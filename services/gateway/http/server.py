@@ -1,4 +1,5 @@
-"""uvicorn, embedded: our own stop and drain instead of its signal handlers, and what it lacks of HTTP.
+"""uvicorn, embedded: our own stop and drain instead of its signal handlers, and what it lacks of
+HTTP.
 
 The protocol class sets TCP_NODELAY, answers unparsable requests in OpenAI's error shape, and frames
 streams for HTTP/1.0 clients by closing instead of by chunks.
@@ -100,7 +101,7 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
             raise
     except OSError as exc:
         raise Unavailable(
-            f"HTTP port {host}:{port} can't be opened: {exc.strerror}; is another process using it?",
+            f"HTTP port {host}:{port} can't be opened ({exc.strerror}): is it taken?",
             reason="PORT_TAKEN",
         ) from exc
     return sock
@@ -110,7 +111,8 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
 async def http_server(
     app: Any, host: str, port: int, *, backlog: int, keep_alive_s: float, grace_s: float
 ) -> AsyncIterator[HttpServer]:
-    """Serves the ASGI app on host:port until the block ends; then running requests get `grace_s` seconds.
+    """Serves the ASGI app on host:port until the block ends; then running requests get `grace_s`
+    seconds.
 
     At the end the listener closes first, idle connections next, busy ones after their answers.
     Raises Unavailable (PORT_TAKEN) when the port can't be had.

@@ -40,15 +40,15 @@ async def stream(
     generation: Generation,
     chunks: Chunks,
     *,
-    headers: Mapping[str, str],
+    headers: Callable[[], Mapping[str, str]],
     include_usage: bool,
     keep_alive_s: float,
     observe: Callable[[list[Update]], None],
 ) -> None:
     """Writes a generation as events, one write for each engine step that brought news.
 
-    The answer begins with the first news, so that what fails before is still a plain HTTP error; with
-    `keep_alive_s` it begins after that much silence at the latest, by a comment.
+    The answer begins with the first news, so that what fails before is still a plain HTTP error;
+    with `keep_alive_s` it begins after that much silence at the latest, by a comment.
     """
     events = [event(c) for c in chunks.opening()]
     while not generation.finished:
@@ -60,7 +60,7 @@ async def stream(
         for update in updates:
             events += [event(c) for c in chunks.news(update)]
         if not exchange.status:
-            await exchange.start_stream(headers)
+            await exchange.start_stream(headers())
         if generation.finished:
             if include_usage:
                 events.append(event(chunks.usage(generation.usage)))
@@ -72,7 +72,10 @@ async def stream(
 
 
 async def _or_comments(
-    exchange: Exchange, generation: Generation, headers: Mapping[str, str], interval_s: float
+    exchange: Exchange,
+    generation: Generation,
+    headers: Callable[[], Mapping[str, str]],
+    interval_s: float,
 ) -> list[Update]:
     """The next news; a comment after each interval without any."""
     news = asyncio.ensure_future(generation.updates())
@@ -82,7 +85,7 @@ async def _or_comments(
             if done:
                 return news.result()
             if not exchange.status:
-                await exchange.start_stream(headers)
+                await exchange.start_stream(headers())
             await exchange.write(KEEP_ALIVE)
     finally:
         if not news.done():
