@@ -1,7 +1,7 @@
 """Wiring of a worker: start order, drain, stop.
 
-Ports open first (a taken one shows at once), then the engine starts and warms up, then the worker says
-that it serves, in health and in discovery. It stops the other way round.
+Ports open first (a taken one shows at once), then the engine starts and warms up, then the worker
+says that it serves, in health and in discovery. It stops the other way round.
 """
 
 from __future__ import annotations

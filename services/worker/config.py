@@ -57,34 +57,37 @@ class WorkerSettings(ServiceSettings):
     """Port of the event stream (ZMQ PUB); 0 picks a free one."""
     metrics_port: int = Field(default=8202, ge=0, le=65535)
     """Port of /metrics; 0 picks a free one."""
-    labels: Pairs = {}
+    labels: Pairs = Field(default_factory=dict)
     """Free labels for routing constraints, name=value with commas between."""
     role: Role = Role.BOTH
     """Routing label: both, prefill or decode."""
     dtype: str = "auto"
     """Number format of weights and KV: auto (the model's own), bfloat16, float16 or float32."""
     kv_cache_gb: float | None = Field(default=None, gt=0)
-    """GiB of KV cache (G1). Absent: on a CPU enough for a few requests of full length, on a GPU the engine's choice."""
+    """GiB of KV cache (G1). Absent: a few requests of full length (CPU), or the engine's choice."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest prompt plus output in tokens; absent: the model's own."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine's kernels. 1 is best when several workers share a few cores."""
     engine_mode: Literal["auto", "inprocess", "async"] = "auto"
-    """inprocess: the engine runs in this process; async: in processes of its own; auto: inprocess on a CPU, async on a GPU."""
-    engine_args: JsonObject = {}
+    """inprocess (in this process), async (in its own), or auto: inprocess on CPU, async on GPU."""
+    engine_args: JsonObject = Field(default_factory=dict)
     """Any vLLM engine argument by name, as a JSON object; wins over all settings above."""
     engine_log_level: str = "warning"
     """Level of the engine's own log lines: debug, info, warning or error."""
-    adapters: Pairs = {}
+    adapters: Pairs = Field(default_factory=dict)
     """LoRA adapters to serve, name=folder with commas between."""
     adapter_root: str = ""
-    """Folder of links by content digest, from which adapters are loaded (the path is part of the block hash, so it must be equal on all nodes); empty: forebay-<uid>/adapters in the system's temporary folder."""
+    """Folder of links by content digest, from which adapters are loaded; equal on all nodes.
+
+    (The path is part of the block hash.) Empty: forebay-<uid>/adapters in the temporary folder.
+    """
     max_requests: int = Field(default=2048, ge=1)
     """Most requests waiting and running at once; more are refused with RESOURCE_EXHAUSTED."""
     backlog_tokens: int = Field(default=16384, ge=1)
-    """Numbers (tokens, or log probabilities) of one request that may wait for a slow gateway before the request is aborted."""
+    """Numbers (tokens, logprobs) of a request that may wait for a slow gateway; then it ends."""
     watchdog_s: float = Field(default=60.0, gt=0)
-    """Seconds without a finished step, while there are requests, after which the worker says NOT_SERVING."""
+    """Seconds without a finished step, while there are requests, until it says NOT_SERVING."""
     load_report_interval_s: float = Field(default=0.03, ge=0)
     """Least time between two load reports, in seconds; the last state is always reported."""
 

@@ -2,7 +2,7 @@
 
 ForebayError
   EngineStartError     UNAVAILABLE           the engine can't be started as asked
-  EngineStopped        UNAVAILABLE           the engine died; the process ends with an exit code of 1
+  EngineStopped        UNAVAILABLE           the engine died; the process ends with exit code 1
 """
 
 from services.common.errors import Unavailable

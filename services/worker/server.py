@@ -156,7 +156,7 @@ def _when_done(context: Context, function: Callable[[], None]) -> None:
 
 
 async def _read(requests: AsyncIterator[pb.SessionRequest], session: Session) -> None:
-    """Takes a gateway's messages until it sends no more; then the session ends with its requests."""
+    """Takes a gateway's messages until it sends no more; then the session ends by itself."""
     try:
         async for message in requests:
             kind = message.WhichOneof("kind")
@@ -175,8 +175,8 @@ async def _read(requests: AsyncIterator[pb.SessionRequest], session: Session) ->
 
 
 async def _start(request: pb.GenerateRequest, session: Session) -> None:
-    if not request.request_id:
-        raise InvalidRequest("generate.request_id is empty: its answer has no name")
+    # An answer under such a name would be taken for another request's: the session can't go on.
+    session.check_name(request.request_id)
     try:
         await session.start(messages.generation(request))
     except ForebayError as exc:

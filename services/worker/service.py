@@ -1,7 +1,7 @@
 """The worker's shell around one engine: takes requests, hands out news, publishes what happened.
 
-Everything runs on the loop's thread. Mirror and book change in the same call that publishes, so that
-a snapshot taken between two calls is exact at the last sequence.
+Everything runs on the loop's thread. Mirror and book change in the same call that publishes, so
+that a snapshot taken between two calls is exact at the last sequence.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class WorkerService:
     async def start(self, generation: Generation, sink: Sink) -> str:
         """Starts a request, whose news go to `sink`; returns the id for `abort`.
 
-        Raises InvalidRequest, NotFound, FailedPrecondition, Overloaded or Unavailable; then the sink
-        hears nothing.
+        Raises InvalidRequest, NotFound, FailedPrecondition, Overloaded or Unavailable; then the
+        sink hears nothing.
         """
         try:
             return await self._start(generation, sink)
@@ -391,7 +391,7 @@ class WorkerService:
         )
 
     def _due_loads(self) -> list[LoadReport]:
-        """Loads to be told now: changed ones, not more often than the interval, idle ones at once."""
+        """Loads to be told now: changed ones, once in the interval at most, idle ones at once."""
         changed = [
             load
             for rank, load in self._loads.items()
@@ -447,7 +447,7 @@ class WorkerService:
                 live.timer.cancel()
 
     def check_open(self, worker_incarnation: int) -> None:
-        """Raises FailedPrecondition (WRONG_INCARNATION) when another life of this worker is meant."""
+        """Raises FailedPrecondition (WRONG_INCARNATION) when another life of it is meant."""
         if worker_incarnation not in (0, self.holder.incarnation):
             raise FailedPrecondition(
                 f"worker {self.holder.id!r} was started anew; look it up again",

@@ -38,15 +38,19 @@ class Session:
     async def start(self, generation: Generation) -> None:
         """Starts a request. Raises ForebayError; its news then never come."""
         name = generation.request_id
-        if not name:
-            raise InvalidRequest("request_id is empty", field="request_id")
-        if name in self._ids or name in self._starting:
-            raise InvalidRequest(f"request_id {name!r} runs already", field="request_id")
+        self.check_name(name)
         self._starting.add(name)
         try:
             self._ids[name] = await self._service.start(generation, self)
         finally:
             self._starting.discard(name)
+
+    def check_name(self, request_id: str) -> None:
+        """Raises InvalidRequest for a name that is empty or in use."""
+        if not request_id:
+            raise InvalidRequest("request_id is empty", field="request_id")
+        if request_id in self._ids or request_id in self._starting:
+            raise InvalidRequest(f"request_id {request_id!r} runs already", field="request_id")
 
     def refuse(self, request_id: str, exc: ForebayError) -> None:
         """Answers a request that could not be started."""
@@ -82,7 +86,7 @@ class Session:
         self._news.set()
 
     async def frames(self) -> AsyncIterator[Frame]:
-        """What is to be sent, merged while the reader is slow. Raises the error it was ended with."""
+        """What is to be sent, merged while the reader is slow. Raises the error of `end`."""
         while not self._closed:
             frame = self._backlog.take()
             if frame is not None:

@@ -1,4 +1,4 @@
-"""One request before the first: it pays for what an engine does at first use, and leaves no trace."""
+"""One request before the first: it pays for what engines do at first use, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ async def warm_up(engine: Engine) -> None:
     """
     profile = engine.profile
     done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    ends: list[str] = []
 
     def on_step(step: Step) -> None:
-        for output in step.outputs:
-            if output.finish is not None and not done.done():
-                done.set_result(output.error)
+        ends.extend(o.error for o in step.outputs if o.finish is not None)
+        # Its blocks are free when the engine says so: with its next step at the latest.
+        free = any(load.running == load.used_blocks == 0 for load in step.loads)
+        if ends and (free or ends[0]) and not done.done():
+            done.set_result(ends[0])
 
     def on_death(dead: EngineDead) -> None:
         if not done.done():
@@ -45,9 +48,8 @@ async def warm_up(engine: Engine) -> None:
             error = await done
             if error:
                 raise EngineStartError(f"the engine failed its first request: {error}")
-            # The blocks are free when the engine has noticed the end: with its next step at the latest.
-            while not await engine.reset_cache():
-                await asyncio.sleep(0.05)
+            if not await engine.reset_cache():
+                raise EngineStartError("the engine can't forget its first request")
     except TimeoutError as exc:
         raise EngineStartError(
             f"the engine did not answer its first request within {WARM_UP_TIMEOUT_S:g} s"

@@ -1,8 +1,8 @@
-"""An engine without a model: deterministic, context-sensitive, with blocks and steps like the real one.
+"""An engine without a model: deterministic, context-sensitive, with the blocks and steps of one.
 
-The next token is a digest of all tokens before it (and of the adapter), so a wrong or missing token
-changes everything after it. Blocks are found, stored and evicted by the real block hash. It runs the
-contract suite of the real engines (tests/contract/test_engine.py).
+The next token is a digest of all tokens before it (and of the adapter), so that a wrong or missing
+token changes everything after it. Blocks are found, stored and evicted by the real block hash. It
+runs the contract suite of the real engines (tests/contract/test_engine.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Model and adapter files on disk: content digests (cached), links by digest, and what a card shows."""
+"""Model and adapter files on disk: content digests, links by digest, and what a card shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A span for each request, child of the caller's trace, with the phases of its life as attributes."""
+"""A span for each request, child of the caller's trace, with its phases as attributes."""
 
 from __future__ import annotations
 

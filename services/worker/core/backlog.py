@@ -55,7 +55,7 @@ class Frame:
 
 
 class Backlog:
-    """News not sent yet. `share_limit` bounds each request, `frame_limit` a frame, in `Delta.cost`."""
+    """News not sent yet. `share_limit` bounds a request, `frame_limit` a frame (`Delta.cost`)."""
 
     def __init__(self, share_limit: int, frame_limit: int) -> None:
         self._share_limit = share_limit

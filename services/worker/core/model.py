@@ -40,7 +40,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One request as a caller states it; `unbuilt` names fields of things that are not built yet."""
+    """One request as a caller states it; `unbuilt` names fields that are not supported yet."""
 
     request_id: str
     attempt_id: str
@@ -61,7 +61,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """One position: the token there, its log probability and rank (from 1), and the likeliest tokens."""
+    """A position: its token with log probability and rank (from 1), and the likeliest tokens."""
 
     token_id: int
     logprob: float
@@ -72,7 +72,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed: a google.rpc.Code number, a reason word, a text, and a field at fault."""
+    """Why a request failed: a google.rpc.Code number, a reason, a text, and a field at fault."""
 
     code: int
     reason: str

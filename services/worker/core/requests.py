@@ -1,4 +1,4 @@
-"""Who runs: the book of requests the engine has, and the lifecycle events that follow from its outputs.
+"""Who runs: the book of requests the engine has, and the lifecycle events that follow.
 
 Each admitted request gets exactly one RequestFinished, and a RequestFirstToken before it when it
 produced a token. Counts are the engine's own.
@@ -62,7 +62,7 @@ class RequestBook:
         finished: bool,
         aborted: bool = False,
     ) -> list[Lifecycle]:
-        """Takes news of a request; returns the events that follow, none for a request not in the book."""
+        """Takes news of a request; returns the events that follow, none for an unknown request."""
         entry = self._entries.get(id)
         if entry is None:
             return []
@@ -91,7 +91,7 @@ class RequestBook:
         return tuple(RunningRequest(e.admitted, e.decoding) for e in self._entries.values())
 
     def pending_prefill_tokens(self) -> int:
-        """Prompt tokens of requests without a first token: an upper bound of what is to be computed."""
+        """Prompt tokens of requests without a first token: at most so many are to be computed."""
         return sum(e.admitted.prompt_tokens for e in self._entries.values() if not e.decoding)
 
     def __len__(self) -> int:

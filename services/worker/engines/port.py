@@ -1,4 +1,4 @@
-"""The port of an engine: requests in, one hand-over for each step out. All calls on the loop's thread."""
+"""The port of an engine: requests in, one hand-over a step out. All on the loop's thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.worker.core.model import FinishReason, PositionLogprobs, Sampling
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What an engine runs. `id` is unique for the engine's life; `token_ids` is prompt and prior output."""
+    """What an engine runs. `id` is unique for its life; `token_ids` is prompt and prior output."""
 
     id: str
     token_ids: Sequence[int]
@@ -29,8 +29,8 @@ class EngineRequest:
 class Output:
     """What a step brought to one request.
 
-    `cached_tokens` (prompt tokens that were not computed) and `queued_s` (seconds until it was first
-    scheduled, None when the engine doesn't say) come with a request's first output.
+    `cached_tokens` (prompt tokens that were not computed) and `queued_s` (seconds until it was
+    first scheduled, None when the engine doesn't say) come with a request's first output.
     """
 
     id: str
@@ -46,7 +46,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy one data-parallel rank is after a step; `pending_prefill_tokens` None: it doesn't say."""
+    """How busy a data-parallel rank is after a step; `pending_prefill_tokens` None: not said."""
 
     running: int
     waiting: int
@@ -57,7 +57,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One hand-over. `number` counts steps; a hand-over between steps (an abort) repeats the last, with 0 s."""
+    """One hand-over. `number` counts steps; one between steps (an abort) repeats it, with 0 s."""
 
     number: int
     seconds: float = 0.0
@@ -108,15 +108,15 @@ class Engine(Protocol):
     def listen(
         self, on_step: Callable[[Step], None], on_death: Callable[[EngineDead], None]
     ) -> None:
-        """Hands every later step to `on_step`, and the engine's end to `on_death`; replaces listeners."""
+        """Hands later steps to `on_step` and the engine's end to `on_death`; replaces listeners."""
         ...
 
     def submit(self, request: EngineRequest) -> None:
-        """Takes a request. Raises InvalidRequest (field named) or EngineDead; then it took nothing."""
+        """Takes a request. Raises InvalidRequest (field named) or EngineDead: not taken."""
         ...
 
     def abort(self, id: str) -> None:
-        """Ends a request when the running step ends; its last output has ABORT, unless it ended before."""
+        """Ends a request with the running step; last output ABORT, unless it ended before."""
         ...
 
     async def reset_cache(self) -> bool:

@@ -28,7 +28,7 @@ OURS = ("model", "served_model_name", "prefix_caching_hash_algo", "kv_events_con
 CPU_DEFAULTS: Mapping[str, Any] = {
     "enforce_eager": True,
     "block_size": 32,
-    # An abort takes effect at the end of a step, and a prefill chunk delays every decode: short steps.
+    # Short steps: an abort takes effect at a step's end, and a prefill chunk delays every decode.
     "max_num_batched_tokens": 256,
     "max_num_seqs": 32,
 }

@@ -14,7 +14,7 @@ log = get_logger(__name__)
 
 
 def prepare(settings: WorkerSettings) -> Literal["inprocess", "async"]:
-    """Sets the environment, imports torch, and decides the engine's mode. Before any import of vLLM."""
+    """Sets the environment, imports torch, decides the engine's mode. Before vLLM is imported."""
     if os.environ.pop("PYTHONHASHSEED", None) is not None:
         # It replaces the root of the block hash chain: nobody else would compute our hashes.
         log.warning("PYTHONHASHSEED is set; the engine runs without it")
@@ -51,8 +51,8 @@ def prepare(settings: WorkerSettings) -> Literal["inprocess", "async"]:
 def tame_logging(level: str, *, starting: bool = False) -> None:
     """Sends the log lines of vLLM in this process through our logging, from `level` up.
 
-    While it starts, vLLM warns of a dozen choices that are ours (eager mode, no Triton): at the level
-    "warning" they are left out. What really is wrong then raises.
+    While it starts, vLLM warns of a dozen choices that are ours (eager mode, no Triton): at the
+    level "warning" they are left out. What really is wrong then raises.
     """
     if starting and level == "warning":
         level = "error"

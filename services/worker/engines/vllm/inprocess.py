@@ -1,8 +1,8 @@
 """vLLM's engine core in this process, stepped by a thread of its own.
 
-One thread, one process, a third of AsyncLLM's start time and half of its memory: right for a CPU. The
-thread applies commands between steps and hands each step's news over to the loop in one call. It
-drives the core itself, without LLMEngine's output processor, which would detokenize and aggregate.
+One thread, one process, a third of AsyncLLM's start time and half of its memory: right for a CPU.
+The thread applies commands between steps and hands each step's news to the loop in one call. It
+drives the core itself, without LLMEngine's output processor, which detokenizes and aggregates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """KV events of an engine in another process: vLLM's own ZMQ stream, without gaps.
 
-A missed batch is fetched from vLLM's replay socket; if it is no longer there, everything known of the
-rank is dropped, since a block listed in error costs more than one that is missing.
+A missed batch is fetched from vLLM's replay socket; if it is no longer there, everything known of
+the rank is dropped, since a block listed in error costs more than one that is missing.
 """
 
 from __future__ import annotations

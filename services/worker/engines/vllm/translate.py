@@ -72,7 +72,7 @@ class Intake:
 
 
 def sampling_params(s: Sampling) -> SamplingParams:
-    """vLLM's form of sampling parameters. Text is the gateway's business: nothing is detokenized."""
+    """vLLM's form of sampling parameters; text is the gateway's business, so no detokenizing."""
     return SamplingParams(
         max_tokens=s.max_tokens,
         min_tokens=s.min_tokens,
