@@ -41,7 +41,7 @@ LOGIT_SCALE = 2.5
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
-    "<|im_start|>{{ message['role'] }}\n"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{%- if message['content'] is string -%}{{ message['content'] }}"
     "{%- elif message['content'] -%}"
     "{%- for part in message['content'] -%}{{ part['text'] }}{%- endfor -%}"
@@ -49,9 +49,9 @@ CHAT_TEMPLATE = (
     "{%- for call in message['tool_calls'] or [] -%}"
     "<call>{{ call['function']['name'] }} {{ call['function']['arguments'] | tojson }}</call>"
     "{%- endfor -%}"
-    "<|im_end|>\n"
+    "{{ '<|im_end|>\\n' }}"
     "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 
 

@@ -176,6 +176,7 @@ BAD: list[tuple[str, str, bytes, Any]] = [
     ("33-tools", CHAT, c(tools=[TOOL]), "tools"),
     ("33-tools-stream", CHAT, c(tools=[TOOL], stream=True), "tools"),
     ("33-tool-choice", CHAT, c(tools=[TOOL], tool_choice="required"), ...),
+    ("35-options-unstreamed", CHAT, c(stream_options={"include_usage": True}), "stream_options"),
     ("35-options-number", CHAT, c(stream=True, stream_options=5), "stream_options"),
     ("41-stream-yes", CHAT, c(stream="yes"), "stream"),
     ("42-bias-vocabulary", CHAT, c(logit_bias={"999999": 5}), "logit_bias"),

@@ -13,7 +13,7 @@ from tests.support.client import RouterClient
 from tests.support.cluster import MODEL, Cluster
 
 PROMPT = list(range(300, 400))
-SAMPLING = {"maxTokens": 3, "temperature": 0}
+SAMPLING = {"max_tokens": 3, "temperature": 0}
 
 
 def grpcurl(*args: str, data: str | None = None) -> str:
@@ -75,28 +75,29 @@ async def test_reflection_lists_everything(cluster: Cluster) -> None:
 async def test_router_calls(cluster: Cluster) -> None:
     address = cluster.ready("router-0").address
     service = "forebay.router.v1.RouterService"
-    route = {"model": MODEL, "tokenIds": PROMPT, "requestId": "by-hand"}
+    route = {"model": MODEL, "token_ids": PROMPT, "request_id": "by-hand"}
     (listed,) = call(address, f"{service}/ListWorkers", {})
     assert [w["worker"]["id"] for w in listed["workers"]] == ["worker-0", "worker-1"]
     assert {w["state"] for w in listed["workers"]} == {"WORKER_STATE_READY"}
     assert {w["model"] for w in listed["workers"]} == {MODEL}
     (explained,) = call(address, f"{service}/Explain", {"request": route})
-    assert explained["promptBlocks"] == 3 and len(explained["candidates"]) == 2
+    assert explained["prompt_blocks"] == 3
+    assert len(explained["candidates"]) == 2
     assert [c.get("chosen", False) for c in explained["candidates"]] == [True, False]
     assert explained["candidates"][1]["reason"]
     (placed,) = call(address, f"{service}/Route", route)
-    assert placed["attemptId"] and placed["worker"]["id"] in ("worker-0", "worker-1")
+    assert placed["attempt_id"] and placed["worker"]["id"] in ("worker-0", "worker-1")
     (streamed,) = call(
         address,
         f"{service}/RouteStream",
-        {"correlationId": 7, "route": route},
-        {"correlationId": 8, "release": {"attemptId": placed["attemptId"]}},
+        {"correlation_id": 7, "route": route},
+        {"correlation_id": 8, "release": {"attempt_id": placed["attempt_id"]}},
     )
-    assert streamed["correlationId"] == "7" and streamed["placement"]["attemptId"]
+    assert streamed["correlation_id"] == "7" and streamed["placement"]["attempt_id"]
     call(
         address,
         f"{service}/RouteStream",
-        {"release": {"attemptId": streamed["placement"]["attemptId"]}},
+        {"release": {"attempt_id": streamed["placement"]["attempt_id"]}},
     )
     (stats,) = call(address, f"{service}/GetIndexStats", {})
     assert stats["holders"] == 2
@@ -107,38 +108,38 @@ async def test_worker_calls(cluster: Cluster, router: RouterClient, name: str) -
     address = cluster.ready(name).address
     service = "forebay.worker.v1.WorkerService"
     (card,) = call(address, f"{service}/GetModelCard", {})
-    assert card["card"]["model"] == MODEL and card["card"]["blockSizeTokens"] == 32
+    assert card["card"]["model"] == MODEL and card["card"]["block_size_tokens"] == 32
     assert card["worker"]["id"] == name
     pieces = call(address, f"{service}/GetModelFile", {"name": "tokenizer_config.json"})
     assert pieces
     (_,) = call(address, f"{service}/ResetCache", {})
     generate = {
-        "requestId": "hand-1",
-        "attemptId": "hand-1",
+        "request_id": "hand-1",
+        "attempt_id": "hand-1",
         "model": MODEL,
-        "promptTokenIds": PROMPT,
+        "prompt_token_ids": PROMPT,
         "sampling": SAMPLING,
     }
     deltas = [m["delta"] for m in call(address, f"{service}/Generate", generate)]
-    tokens = [t for d in deltas for t in d.get("tokenIds", [])]
-    assert len(tokens) == 3 and deltas[-1]["finishReason"] == "FINISH_REASON_LENGTH"
+    tokens = [t for d in deltas for t in d.get("token_ids", [])]
+    assert len(tokens) == 3 and deltas[-1]["finish_reason"] == "FINISH_REASON_LENGTH"
     answers = call(
         address,
         f"{service}/Session",
-        {"open": {"gatewayId": "by-hand"}},
-        {"generate": generate | {"requestId": "hand-2", "attemptId": "hand-2"}},
+        {"open": {"gateway_id": "by-hand"}},
+        {"generate": generate | {"request_id": "hand-2", "attempt_id": "hand-2"}},
     )
     # grpcurl closes its side after the last message; the session then ends when the work is done,
     # or at once: both are ends of a session. What came must be right.
-    streamed = [t for a in answers for d in a["deltas"] for t in d.get("tokenIds", [])]
+    streamed = [t for a in answers for d in a["deltas"] for t in d.get("token_ids", [])]
     assert streamed == tokens[: len(streamed)]
     (snapshot,) = call(address, f"{service}/Snapshot", {})
     assert snapshot["publisher"] == name
-    assert len(snapshot["blocks"][0]["blockHashes"]) == 3
+    assert len(snapshot["blocks"][0]["block_hashes"]) == 3
 
 
 async def test_a_drain_by_hand(cluster: Cluster) -> None:
     address = cluster.ready("worker-1").address
-    (drained,) = call(address, "forebay.worker.v1.WorkerService/Drain", {"timeoutMs": 2000})
+    (drained,) = call(address, "forebay.worker.v1.WorkerService/Drain", {"timeout_ms": 2000})
     assert drained == {}
     cluster["worker-1"].kill()  # a drained worker stays up, not serving: the fixture restarts it
