@@ -18,11 +18,14 @@ def generate(out: Path) -> None:
     """Writes all modules and stubs below `out`, each package with an `__init__.py`."""
     sources = sorted(str(p.relative_to(PROTOS)) for p in PROTOS.rglob("*.proto"))
     include = Path(protoc.__file__).parent / "_proto"
+    bin = Path(sys.executable).parent
     code = protoc.main(
         [
             "protoc",
             f"-I{PROTOS}",
             f"-I{include}",
+            f"--plugin=protoc-gen-mypy={bin / 'protoc-gen-mypy'}",
+            f"--plugin=protoc-gen-mypy_grpc={bin / 'protoc-gen-mypy_grpc'}",
             f"--python_out={out}",
             f"--mypy_out=quiet:{out}",
             f"--grpc_python_out={out}",

@@ -1,4 +1,4 @@
-"""Writes docs/SETTINGS.md from the services' settings classes; `--check` only says if it is current."""
+"""Writes docs/SETTINGS.md from the settings classes; `--check` only says if it is current."""
 
 import argparse
 import sys
@@ -18,10 +18,10 @@ HEAD = """# Settings
 
 Generated from the settings classes by `make settings`; not edited.
 
-Each service is one process: `python -m services.<service> --flag value`. A setting comes from its flag,
-else from its variable, else from the TOML file that `FOREBAY_CONFIG` names (a table for each service and
-`[shared]` for all), else it has its default. A value that can't be right stops the start with a message
-that names the setting. Lists are written with commas between.
+Each service is one process: `python -m services.<service> --flag value`. A setting comes from its
+flag, else from its variable, else from the TOML file that `FOREBAY_CONFIG` names (a table for each
+service and `[shared]` for all), else it has its default. A wrong value stops the start
+with a message that names the setting. Lists are written with commas between.
 
 `forebay up` has options of its own (`forebay up --help`) and hands on the variables and the file.
 """
