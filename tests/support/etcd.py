@@ -188,9 +188,14 @@ class Etcd:
         shutil.rmtree(self.folder / "data", ignore_errors=True)
 
     def freeze(self) -> None:
-        """SIGSTOP: its connections stay open and silent."""
+        """SIGSTOP, and waits until it took effect: its connections stay open and silent."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self._process.pid}/task")
+        while any(
+            (t / "stat").read_text().rpartition(") ")[2][0] not in "Tt" for t in threads.iterdir()
+        ):
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """SIGCONT."""
