@@ -228,7 +228,7 @@ def status(
     """Shows processes, workers, model and endpoints. Exits with 1 when something is down."""
     from services.cli.status import show
 
-    if not show(state_dir.absolute(), as_json=as_json, watch=watch, console=stdout()):
+    if not show(state_dir.absolute(), in_json=as_json, watch=watch, console=stdout()):
         raise typer.Exit(1)
 
 

@@ -1,6 +1,7 @@
 """`forebay status`: what runs, how the workers do, where to ask. Looks, and believes no record."""
 
 import asyncio
+import contextlib
 import json
 import time
 from dataclasses import dataclass, replace
@@ -131,20 +132,19 @@ def render(status: Status) -> RenderableType:
     return Group(*parts)
 
 
-def show(state_dir: Path, *, as_json: bool, watch: bool, console: Console) -> bool:
-    """Prints the status (again each second with `watch`); whether all is well."""
+def show(state_dir: Path, *, in_json: bool, watch: bool, console: Console) -> bool:
+    """Prints the status (again each second with `watch`); whether all is well (at the end)."""
     status = asyncio.run(look(state_dir))
-    if as_json:
-        console.print_json(json.dumps(_json(status)))
+    if in_json:
+        console.print_json(json.dumps(as_json(status)))
         return status.ok
     if not watch:
         console.print(render(status))
         return status.ok
     with Live(render(status), console=console, auto_refresh=False) as live:
-        while True:
-            time.sleep(_REFRESH_S)
-            status = asyncio.run(look(state_dir))
-            live.update(render(status), refresh=True)
-
-
-_json = as_json
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(_REFRESH_S)
+                status = asyncio.run(look(state_dir))
+                live.update(render(status), refresh=True)
+    return status.ok

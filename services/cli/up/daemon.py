@@ -6,6 +6,7 @@ daemon's own output goes to logs/supervisor.log. Options travel over stdin, not 
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -118,6 +119,8 @@ class _DaemonReporter:
     def change(self, view: ProcessView) -> None:
         """Sends and logs the change."""
         self._pipe.change(view)
+        if view.state is ProcessState.STARTING and not view.pid:
+            return
         bad = view.state in (ProcessState.BACKOFF, ProcessState.DOWN)
         (log.warning if bad else log.info)(
             "process", name=view.name, state=view.state.value, pid=view.pid, detail=view.detail
@@ -162,6 +165,7 @@ def main() -> None:
     if os.fork() != 0:  # before anything has made a thread
         os._exit(0)
     setup_logging("supervisor")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a health check is no news
     reporter = PipeReporter(int(sys.argv[1]))
     reporter.send({"pid": os.getpid()})
     try:

@@ -232,7 +232,7 @@ def _engine_flags(options: UpOptions) -> tuple[str, ...]:
 
 def _thread_env(options: UpOptions) -> dict[str, str]:
     """Shares the machine's cores among the engines, less one, unless the user has decided."""
-    if options.config or is_set("FOREBAY_WORKER_THREADS"):
+    if options.config or is_set("FOREBAY_CONFIG") or is_set("FOREBAY_WORKER_THREADS"):
         return {}
     cores = len(os.sched_getaffinity(0))
     return {"FOREBAY_WORKER_THREADS": str(max(1, (cores - 1) // options.workers))}

@@ -93,4 +93,4 @@ def command_line(pid: int) -> str:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return ""
-    return raw.replace(b"\0", b" ").decode(errors="replace").strip()
+    return " ".join(raw.replace(b"\0", b" ").decode(errors="replace").split())
