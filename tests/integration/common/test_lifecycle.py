@@ -1,5 +1,6 @@
 """Start, ready file, drain, forced end: in a real process with real signals."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -97,3 +98,7 @@ async def test_stop_before_ready_is_not_undone_by_ready() -> None:
     life.ready()
     assert life.phase is Phase.DRAINING and life.stopping
     await life.wait_stop()
+
+
+async def test_these_tests_run_on_uvloop() -> None:
+    assert type(asyncio.get_running_loop()).__module__ == "uvloop"

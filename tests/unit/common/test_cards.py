@@ -1,6 +1,8 @@
 """Cards, instances and holders survive the way over protobuf and protobuf JSON, in every field."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +79,13 @@ def test_card_round_trip() -> None:
 def test_instance_round_trip_over_json() -> None:
     text = json_format.MessageToJson(WORKER.to_proto())
     assert Instance.from_proto(json_format.Parse(text, pb.InstanceRecord())) == WORKER
+
+
+def test_golden_record() -> None:
+    """What stands in etcd, where other versions of us read it."""
+    golden = json.loads((Path(__file__).parent / "golden" / "instance.json").read_text())
+    assert json_format.MessageToDict(WORKER.to_proto()) == golden
+    assert Instance.from_proto(json_format.ParseDict(golden, pb.InstanceRecord())) == WORKER
 
 
 def test_plain_instance_round_trip() -> None:

@@ -186,7 +186,7 @@ def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        ToySettings.load().port = 5  # type: ignore[misc]
+        ToySettings.load().port = 5
 
 
 def test_advertised_address(monkeypatch: pytest.MonkeyPatch) -> None:
