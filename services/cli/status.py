@@ -141,10 +141,10 @@ def show(state_dir: Path, *, in_json: bool, watch: bool, console: Console) -> bo
     if not watch:
         console.print(render(status))
         return status.ok
-    with Live(render(status), console=console, auto_refresh=False) as live:
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(_REFRESH_S)
-                status = asyncio.run(look(state_dir))
-                live.update(render(status), refresh=True)
+    live = Live(render(status), console=console, auto_refresh=False)
+    with live, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(_REFRESH_S)
+            status = asyncio.run(look(state_dir))
+            live.update(render(status), refresh=True)
     return status.ok
