@@ -14,7 +14,8 @@ from forebay.common.v1 import common_pb2
 from google.protobuf import json_format
 
 from services.common.cards import Instance, InstanceKind
-from services.common.etcd.client import EtcdClient, EtcdConfig, open_etcd
+from services.common.etcd.client import EtcdClient, open_etcd
+from services.common.etcd.config import EtcdConfig
 from services.common.etcd.lease import LeasedKey, leased_key
 from services.common.etcd.watch import Deleted, Put, watch_prefix
 from services.common.settings import ServiceSettings

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import grpc
 from etcdserverpb import rpc_pb2 as pb
 from etcdserverpb import rpc_pb2_grpc as stubs
 
-from services.common.errors import FailedPrecondition, Unavailable
+from services.common.etcd.config import EtcdConfig, EtcdRefused, EtcdUnavailable, credentials
 from services.common.rpc.channel import CHANNEL_OPTIONS
 from services.common.telemetry.logging import get_logger
 
@@ -45,36 +42,6 @@ _OPTIONS = (
     *(o for o in CHANNEL_OPTIONS if o[0] != "grpc.keepalive_permit_without_calls"),
     ("grpc.keepalive_permit_without_calls", 0),
 )
-
-
-class EtcdUnavailable(Unavailable):
-    """No member answered in time."""
-
-    default_reason = "ETCD_UNAVAILABLE"
-
-
-class EtcdRefused(FailedPrecondition):
-    """etcd answered, and it was no: wrong password, no permission, or a request it can't take."""
-
-    default_reason = "ETCD_REFUSED"
-
-
-@dataclass(frozen=True, slots=True)
-class EtcdConfig:
-    """Where etcd is and how to show who we are."""
-
-    endpoints: tuple[str, ...]
-    """host:port of each member; a leading https:// (or a CA or client certificate) means TLS."""
-    user: str = ""
-    password: str = ""
-    ca_file: str = ""
-    cert_file: str = ""
-    key_file: str = ""
-    attempt_timeout_s: float = 2.0
-    """Longest wait for one member's answer."""
-
-    def __repr__(self) -> str:
-        return f"EtcdConfig(endpoints={self.endpoints}, user={self.user!r})"
 
 
 class Backoff:
@@ -308,42 +275,10 @@ def prefix_end(prefix: bytes) -> bytes:
     return stem[:-1] + bytes([stem[-1] + 1])
 
 
-def _credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
-    tls = config.ca_file or config.cert_file or config.endpoints[0].startswith("https://")
-    if not tls:
-        return None
-
-    def pem(path: str, what: str) -> bytes | None:
-        if not path:
-            return None
-        try:
-            return Path(path).read_bytes()
-        except OSError as exc:
-            raise EtcdRefused(
-                f"{what} {path!r} can't be read: {exc.strerror}", reason="ETCD_TLS"
-            ) from exc
-
-    if config.cert_file:
-        try:
-            # gRPC says nothing of use about a certificate and key that don't belong together.
-            ssl.create_default_context().load_cert_chain(config.cert_file, config.key_file or None)
-        except (OSError, ssl.SSLError) as exc:
-            raise EtcdRefused(
-                f"etcd_cert_file {config.cert_file!r} and etcd_key_file {config.key_file!r} "
-                f"are no certificate with its key: {exc.strerror or exc}",
-                reason="ETCD_TLS",
-            ) from exc
-    return grpc.ssl_channel_credentials(
-        root_certificates=pem(config.ca_file, "etcd_ca_file"),
-        private_key=pem(config.key_file, "etcd_key_file"),
-        certificate_chain=pem(config.cert_file, "etcd_cert_file"),
-    )
-
-
 @asynccontextmanager
 async def open_etcd(config: EtcdConfig) -> AsyncIterator[EtcdClient]:
     """A client for the cluster; connects when first used. Raises EtcdRefused for bad TLS files."""
-    client = EtcdClient(config, _credentials(config))
+    client = EtcdClient(config, credentials(config))
     try:
         yield client
     finally:

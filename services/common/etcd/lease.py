@@ -9,14 +9,8 @@ from contextlib import asynccontextmanager
 
 from etcdserverpb import rpc_pb2 as pb
 
-from services.common.etcd.client import (
-    Backoff,
-    Connection,
-    EtcdClient,
-    EtcdRefused,
-    EtcdUnavailable,
-    Metadata,
-)
+from services.common.etcd.client import Backoff, Connection, EtcdClient, Metadata
+from services.common.etcd.config import EtcdRefused, EtcdUnavailable
 from services.common.telemetry.logging import get_logger
 
 log = get_logger(__name__)

@@ -17,13 +17,8 @@ import grpc
 from etcdserverpb import kv_pb2
 from etcdserverpb import rpc_pb2 as pb
 
-from services.common.etcd.client import (
-    Backoff,
-    EtcdClient,
-    EtcdRefused,
-    EtcdUnavailable,
-    prefix_end,
-)
+from services.common.etcd.client import Backoff, EtcdClient, prefix_end
+from services.common.etcd.config import EtcdRefused, EtcdUnavailable
 from services.common.telemetry.logging import get_logger
 
 log = get_logger(__name__)

@@ -20,7 +20,7 @@ from services.common.discovery import (
     Up,
     open_discovery,
 )
-from services.common.etcd.client import EtcdRefused
+from services.common.etcd.config import EtcdRefused
 from services.common.settings import ServiceSettings
 from tests.support.etcd import Etcd, EtcdCluster, make_tls
 from tests.support.polling import until

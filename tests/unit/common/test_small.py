@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.etcd.client import EtcdConfig, prefix_end
+from services.common.etcd.client import prefix_end
+from services.common.etcd.config import EtcdConfig
 from services.common.etcd.watch import Deleted, Listed, PrefixView, Put
 from services.common.ids import new_id, new_incarnation
 from services.common.net import host_port
