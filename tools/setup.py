@@ -234,8 +234,10 @@ def system_libraries() -> None:
     if apt and os.geteuid() == 0:
         say(f"installing Debian packages: {names}")
         quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        if run([apt, "update", "-qq"], quiet) and run(
-            [apt, "install", "-y", "-qq", "--no-install-recommends", *missing], quiet
+        install = ["install", "-y", "-qq", "--no-install-recommends", *missing]
+        if all(
+            subprocess.run([apt, *what], env=quiet, stdout=subprocess.DEVNULL).returncode == 0
+            for what in (["update", "-qq"], install)
         ):
             return
     raise fail(f"this system lacks shared libraries. On Debian: sudo apt-get install {names}")
