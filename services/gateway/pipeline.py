@@ -71,7 +71,9 @@ class Generation:
     def __init__(self, pipeline: Pipeline, job: Job) -> None:
         self.job = job
         self._pipeline = pipeline
-        self._inbox = Inbox()
+        # Nobody looks at a whole answer before its end, unless a stop string may end it earlier.
+        stops = any(prompt.sampling.stop for prompt in job.prompts)
+        self._inbox = Inbox(patient=job.restartable and not stops)
         self._sequences = [
             _Sequence(
                 index=p * job.n + i,
@@ -225,6 +227,7 @@ class Generation:
                 priority=job.priority,
                 sequences=len(group),
                 excluded=frozenset(first.excluded) | job.served.refused,
+                trace=job.caller.trace,
             )
             try:
                 placement = await pipeline.placer.place(ask)

@@ -31,6 +31,8 @@ class Ask:
     priority: int = 0
     sequences: int = 1
     excluded: frozenset[str] = frozenset()
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """traceparent and tracestate."""
 
 
 class PlacedBy(StrEnum):
@@ -115,13 +117,23 @@ class Inbox:
     holds up nobody else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, patient: bool = False) -> None:
+        """`patient`: the reader is woken by a sequence's first news and its last, not by all."""
         self._news: dict[str, News] = {}
         self._arrived = asyncio.Event()
+        self._patient = patient
+        self._begun: set[str] = set()
+
+    def wake(self, request_id: str, news: News) -> None:
+        """Tells the reader of `news`, after something was added to it."""
+        if self._patient and news.ended is None and news.error is None:
+            if request_id in self._begun:
+                return
+            self._begun.add(request_id)
+        self._arrived.set()
 
     def of(self, request_id: str) -> News:
-        """The news to add to, of one sequence; wakes the reader."""
-        self._arrived.set()
+        """The news to add to, of one sequence; `wake` the reader afterwards."""
         news = self._news.get(request_id)
         if news is None:
             news = self._news[request_id] = News()

@@ -259,6 +259,8 @@ def _to_route(ask: Ask) -> pb.RouteRequest:
         excluded_workers=sorted(ask.excluded),
         priority=ask.priority,
         sequences=ask.sequences,
+        traceparent=ask.trace.get("traceparent", ""),
+        tracestate=ask.trace.get("tracestate", ""),
     )
 
 

@@ -32,6 +32,7 @@ _MAX_QUEUED = 4096
 one.
 """
 _BACKOFF_S = (0.1, 2.0)
+_CLOSED = "the session was closed"
 
 
 class SessionEnded(Exception):
@@ -87,17 +88,23 @@ class WorkerLink:
         """Keeps the session until cancelled, or until the worker is gone from discovery and
         connection alike.
         """
+        loop = asyncio.get_running_loop()
         backoff = _BACKOFF_S[0]
         try:
             while True:
                 self._retry.clear()
                 self._set(LinkState.CONNECTING)
+                started = loop.time()
                 try:
                     await self._converse()
                 except Unreachable as exc:
                     self._fall(str(exc), refused=True)
                 except SessionEnded as exc:
                     self._fall(str(exc), refused=False)
+                except Exception as exc:
+                    log.error("worker session failed", worker=self.id, exc_info=exc)
+                    self._fall(f"{type(exc).__name__}", refused=False)
+                if loop.time() - started > _BACKOFF_S[1]:
                     backoff = _BACKOFF_S[0]
                 if not self.registered:
                     return
@@ -108,7 +115,7 @@ class WorkerLink:
                         await self._retry.wait()
         finally:
             # Nobody may wait for a link that nobody serves.
-            self._fall("the session was closed", refused=False)
+            self._fall(_CLOSED, refused=False)
 
     async def up(self, timeout_s: float) -> None:
         """Waits for the connection; raises WorkerLost when it is refused or takes too long."""
@@ -161,14 +168,16 @@ class WorkerLink:
         self._changed = asyncio.Event()
 
     def _fall(self, why: str, *, refused: bool) -> None:
-        if self.state is LinkState.UP or why != self._why_down:
+        if why != _CLOSED and (self.state is LinkState.UP or why != self._why_down):
             log.warning("worker session down", worker=self.id, why=why, in_flight=self.in_flight)
         self._why_down, self._refused = why, refused
         self._set(LinkState.DOWN)
         self._outbox.clear()
         running, self._running = self._running, {}
         for request_id, inbox in running.items():
-            inbox.of(request_id).error = WorkerLost(f"worker {self.id}: {why}")
+            news = inbox.of(request_id)
+            news.error = WorkerLost(f"worker {self.id}: {why}")
+            inbox.wake(request_id, news)
 
     async def _converse(self) -> None:
         async with open_channel(self.instance.address) as channel:
@@ -201,7 +210,9 @@ class WorkerLink:
                 inbox = self._running.get(delta.request_id)
                 if inbox is None:
                     continue  # aborted a moment ago
-                merge(inbox.of(delta.request_id), delta)
+                news = inbox.of(delta.request_id)
+                merge(news, delta)
+                inbox.wake(delta.request_id, news)
                 if delta.finish_reason:
                     del self._running[delta.request_id]
 

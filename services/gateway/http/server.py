@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
@@ -117,6 +118,7 @@ async def http_server(
     At the end the listener closes first, idle connections next, busy ones after their answers.
     Raises Unavailable (PORT_TAKEN) when the port can't be had.
     """
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     sock = _listen(host, port, backlog)
     config = uvicorn.Config(
         app,
