@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -22,6 +23,8 @@ from services.gateway.models import Models, Served
 
 _INLINE_TOKENS = 2048
 """Longer prompts are hashed in a thread: 64 blocks of 32 cost about 0.2 ms."""
+_LOADING_S = 3.0
+"""Longest wait for a model that is just being loaded."""
 _INLINE_CHARS = 8192
 """Longer conversations are rendered in a thread."""
 
@@ -62,9 +65,17 @@ class Job:
     """True while nothing is shown before the end: a choice that can't be resumed may start anew."""
 
 
-def resolve_model(models: Models, name: str, *, starting: bool) -> Served:
-    """The model of that name. Raises ModelNotFound, or NoWorker while it may still turn up."""
+async def resolve_model(models: Models, name: str, *, starting: bool) -> Served:
+    """The model of that name, waited for while it is being loaded.
+
+    Raises ModelNotFound, or NoWorker while it may still turn up.
+    """
     served = models.resolve(name)
+    if served is None and models.loading(name):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOADING_S):
+                await models.settled()
+        served = models.resolve(name)
     if served is not None:
         return served
     if models.loading(name) or starting:
@@ -76,7 +87,7 @@ async def prepare_chat(
     models: Models, request: ChatRequest, caller: Caller, *, starting: bool
 ) -> Job:
     """A chat's job. Raises BadRequest, ModelNotFound or NoWorker."""
-    served = resolve_model(models, request.model, starting=starting)
+    served = await resolve_model(models, request.model, starting=starting)
     tokenizer = served.tokenizer
     now = datetime.now().astimezone()
 
@@ -100,7 +111,7 @@ async def prepare_completion(
     models: Models, request: CompletionRequest, caller: Caller, *, starting: bool
 ) -> Job:
     """A completion's job, one prompt for each entry. Raises as prepare_chat does."""
-    served = resolve_model(models, request.model, starting=starting)
+    served = await resolve_model(models, request.model, starting=starting)
     prompts: list[Sequence[int]] = []
     for prompt in request.prompt:
         if isinstance(prompt, str):

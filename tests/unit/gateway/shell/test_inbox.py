@@ -1,4 +1,4 @@
-"""The inbox merges what a slow reader has not seen, and wakes a patient one only when it matters."""
+"""The inbox merges what a slow reader has not seen; a patient one is woken when it matters."""
 
 import asyncio
 
