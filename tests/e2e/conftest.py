@@ -36,6 +36,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Chaos tests take `repetition` and run FOREBAY_CHAOS_REPEATS times."""
     if "repetition" in metafunc.fixturenames:
         metafunc.parametrize("repetition", range(REPEATS))
+    if "every_third_repetition" in metafunc.fixturenames:  # a restart of an engine costs 10 s
+        metafunc.parametrize("every_third_repetition", range(max(1, REPEATS // 3)))
 
 
 @pytest.fixture(scope="session")

@@ -170,7 +170,7 @@ async def test_18_developer_and_20_tool_turns_reach_the_prompt(
         length(f"<|im_start|>{role}\n{brief}<|im_end|>\n") for role in ("developer", "system")
     }
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    turns = [
+    turns: list[Json] = [
         user,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "42"},
@@ -215,7 +215,7 @@ async def test_index_equals_the_workers_truth(
             assert truth[0] > 0
             await until(
                 router.digests,
-                lambda digests, name=name, truth=truth: digests[name] == truth,
+                lambda digests, name=name, truth=truth: digests[name] == truth,  # type: ignore[misc]
                 within_s=2,
                 what=f"index of {name} that equals {truth}",
             )

@@ -23,7 +23,7 @@ from tests.support.cluster import MODEL, Cluster
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-USAGE = {"stream_options": {"include_usage": True}}
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 
 def chat(content: str = "Tell me about sequences", **extra: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ CHAT = "/v1/chat/completions"
 
 
 async def test_72_drain_a_worker_under_load(
-    cluster: Cluster, client: httpx.AsyncClient, repetition: int
+    cluster: Cluster, client: httpx.AsyncClient, every_third_repetition: int
 ) -> None:
     stop = asyncio.Event()
     workers: list[tuple[float, str]] = []

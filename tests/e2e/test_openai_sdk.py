@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.models import EOS_ID
 from tests.support.cluster import MODEL, Cluster
 
-MESSAGES = [{"role": "user", "content": "Name three rivers."}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Name three rivers."}]
 
 
 @pytest.fixture
