@@ -25,6 +25,7 @@ from benchmarks.gateway.load import (
     PROMPT_TOKENS,
     Direct,
     Gateway,
+    One,
     Timings,
     closed_loop,
 )
@@ -63,9 +64,20 @@ def figures(timings: Timings) -> dict[str, float]:
     }
 
 
+async def with_cpu(
+    one: One, concurrency: int, seconds: float, pids: dict[str, int]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Figures of a run, and the CPU of each process in milliseconds a request."""
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
+    run = figures(await closed_loop(one, concurrency, seconds))
+    used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+    return run, {name: 1000 * s / run["requests"] for name, s in used.items()}
+
+
 async def measure(cluster: Cluster, seconds: float) -> dict[str, Any]:
     """All figures of a running cluster with an instant worker."""
     pids = {name: process.pid for name, process in cluster.processes.items()}
+    pids["client"] = os.getpid()
     worker_address = cluster.ready("instant").address
     gateway = Gateway(cluster.ready("gateway").address, MODEL, WORDS)
     direct = Direct(worker_address, MODEL)
@@ -74,10 +86,8 @@ async def measure(cluster: Cluster, seconds: float) -> dict[str, Any]:
     await closed_loop(direct.request, 8, 0.5)
     runs = []
     for concurrency in CONCURRENCIES:
-        straight = figures(await closed_loop(direct.request, concurrency, seconds))
-        before = {name: cpu_s(pid) for name, pid in pids.items()}
-        through = figures(await closed_loop(gateway.request, concurrency, seconds))
-        used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+        straight, cpu_direct = await with_cpu(direct.request, concurrency, seconds, pids)
+        through, cpu_gateway = await with_cpu(gateway.request, concurrency, seconds, pids)
         names = ("ttft_p50_ms", "ttft_p99_ms", "total_p50_ms", "total_p99_ms")
         runs.append(
             {
@@ -85,10 +95,7 @@ async def measure(cluster: Cluster, seconds: float) -> dict[str, Any]:
                 "direct": straight,
                 "gateway": through,
                 "added": {name: through[name] - straight[name] for name in names},
-                "cpu_ms_per_request": {
-                    name: 1000 * seconds_used / through["requests"]
-                    for name, seconds_used in used.items()
-                },
+                "cpu_ms_per_request": {"direct": cpu_direct, "gateway": cpu_gateway},
             }
         )
     await gateway.close()
@@ -115,9 +122,8 @@ def table(result: dict[str, Any]) -> str:
         f"an instant worker, {result['machine']['cpus']} CPUs",
         "",
         "clients |  TTFT p50 / p99 ms        |  total p50 / p99 ms       | added p50 ms | req/s "
-        "| CPU ms a request",
-        "        |  direct      gateway      |  direct      gateway      | TTFT  total  |       "
-        "| gateway router",
+        "| CPU ms a request: gateway, router; worker through / direct",
+        "        |  direct      gateway      |  direct      gateway      | TTFT  total  |       |",
     ]
     for run in result["runs"]:
         d, g, a, cpu = run["direct"], run["gateway"], run["added"], run["cpu_ms_per_request"]
@@ -129,7 +135,8 @@ def table(result: dict[str, Any]) -> str:
             f"{g['total_p50_ms']:6.1f}/{g['total_p99_ms']:<6.1f} "
             f"| {a['ttft_p50_ms']:5.1f} {a['total_p50_ms']:6.1f} "
             f"| {g['requests_per_second']:5.0f} "
-            f"| {cpu['gateway']:7.2f} {cpu['router']:6.2f}"
+            f"| {cpu['gateway']['gateway']:5.2f} {cpu['gateway']['router']:5.2f}; "
+            f"{cpu['gateway']['instant']:5.2f} / {cpu['direct']['instant']:.2f}"
         )
     lines += ["", "router decisions a second   80-token prompts   3000-token prompts"]
     for name, rates in result["router_decisions_per_second"].items():
