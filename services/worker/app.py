@@ -61,7 +61,7 @@ async def main(
         log.info("stopped before the engine was ready")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Worker:
     """A worker that serves."""
 
@@ -70,6 +70,8 @@ class Worker:
     rpc: RpcServer
     record: Registered
     metrics: WorkerMetrics
+    told: bool = True
+    """What was last said of `serving`."""
 
     async def run(self, life: Lifecycle, drain_timeout_s: float) -> None:
         """Serves until a stop is asked for, then drains. Raises EngineStopped."""
@@ -104,6 +106,9 @@ class Worker:
 
     async def _tell(self) -> None:
         serving = self.service.serving
+        if serving == self.told:
+            return
+        self.told = serving
         log.info("serving" if serving else "not serving")
         self.metrics.serving.set(serving)
         await self.rpc.set_serving(serving)

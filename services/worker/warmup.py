@@ -12,10 +12,19 @@ WARM_UP_TIMEOUT_S = 300.0
 
 
 async def warm_up(engine: Engine) -> None:
-    """Runs a short request with sampling and log probabilities, then forgets its blocks.
+    """Runs short requests with sampling and log probabilities, then forgets their blocks.
 
-    Raises EngineStartError when the engine does not answer it.
+    One for the model and one for each adapter: a broken adapter shows here. Raises EngineStartError
+    when the engine does not answer.
     """
+    profile = engine.profile
+    for adapter in ("", *(a.name for a in profile.adapters)):
+        await _ask(engine, adapter)
+    if not await engine.reset_cache():
+        raise EngineStartError("the engine can't forget its first requests")
+
+
+async def _ask(engine: Engine, adapter: str) -> None:
     profile = engine.profile
     done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     ends: list[str] = []
@@ -42,14 +51,13 @@ async def warm_up(engine: Engine) -> None:
         ignore_eos=True,
         logprobs=min(1, profile.max_logprobs),
     )
-    engine.submit(EngineRequest("warm-up", prompt, sampling))
+    engine.submit(EngineRequest(f"warm-up:{adapter}", prompt, sampling, adapter=adapter))
     try:
         async with asyncio.timeout(WARM_UP_TIMEOUT_S):
             error = await done
             if error:
-                raise EngineStartError(f"the engine failed its first request: {error}")
-            if not await engine.reset_cache():
-                raise EngineStartError("the engine can't forget its first request")
+                what = f"for adapter {adapter!r}" if adapter else "for the model"
+                raise EngineStartError(f"the engine failed its first request {what}: {error}")
     except TimeoutError as exc:
         raise EngineStartError(
             f"the engine did not answer its first request within {WARM_UP_TIMEOUT_S:g} s"

@@ -94,10 +94,6 @@ class BlockMirror:
         flush()
         return events
 
-    def replace(self, changes: Iterable[BlockChange], dp_rank: int) -> list[BlockEvent]:
-        """Forgets a rank and takes `changes` as its whole content (after lost events)."""
-        return self.apply((AllDropped(dp_rank), *changes))
-
     def blocks(self) -> tuple[TierBlocks, ...]:
         """All blocks held, for a snapshot."""
         return tuple(

@@ -275,14 +275,23 @@ class InprocessEngine:
             wait = False
             match command:
                 case _Add(request, running):
-                    core.add_request(*core.preprocess_add_request(request))
-                    self._running[running.id] = running
+                    try:
+                        core.add_request(*core.preprocess_add_request(request))
+                    except Exception as exc:  # the request's boundary: it fails, the engine lives
+                        log.exception("the engine can't take a request", id=running.id)
+                        error = f"the engine can't take this request: {type(exc).__name__}"
+                        outputs.append(Output(running.id, finish=FinishReason.ERROR, error=error))
+                    else:
+                        self._running[running.id] = running
                 case _Abort(id):
                     if self._running.pop(id, None) is not None:
                         core.abort_requests([id])
                         outputs.append(Output(id, finish=FinishReason.ABORT))
                 case _Call(function, future):
-                    calls.append((future, function(core)))
+                    try:
+                        calls.append((future, function(core)))
+                    except Exception as exc:  # the call's boundary: its caller hears of it
+                        self._on_loop(_fail, future, exc)
                 case _Stop():
                     return False
 
@@ -318,7 +327,13 @@ class InprocessEngine:
     # Below: the loop's thread again.
 
     def _deliver(self, step: Step) -> None:
-        self._on_step(step)
+        try:
+            self._on_step(step)
+        except (
+            Exception
+        ) as exc:  # a callback's boundary: unheard steps would leave requests hanging
+            log.exception("a step's news could not be handed out")
+            self._die(EngineDead(f"its news could not be handed out: {exc}"))
 
     def _succeed_start(self) -> None:
         if not self.started.done():
@@ -329,6 +344,8 @@ class InprocessEngine:
             self.started.set_exception(exc)
 
     def _die(self, dead: EngineDead) -> None:
+        if self._dead is not None:
+            return
         self._dead = dead
         self._on_death(dead)
         while True:
@@ -338,6 +355,11 @@ class InprocessEngine:
                 return
             if isinstance(command, _Call) and not command.future.done():
                 command.future.set_exception(dead)
+
+
+def _fail(future: asyncio.Future[Any], exc: Exception) -> None:
+    if not future.done():
+        future.set_exception(exc)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any) -> None:

@@ -38,6 +38,7 @@ from services.worker.engines.port import (
 from services.worker.engines.vllm.arguments import engine_config
 from services.worker.engines.vllm.environment import tame_logging
 from services.worker.engines.vllm.kvfeed import KvFeed
+from services.worker.engines.vllm.lifeline import lifeline
 from services.worker.engines.vllm.profile import engine_profile
 from services.worker.engines.vllm.translate import Intake, Running, output
 from services.worker.errors import EngineStartError
@@ -60,7 +61,8 @@ async def open_isolated(settings: WorkerSettings) -> AsyncIterator[IsolatedEngin
             intake = Intake(llm.input_processor, tasks, adapters)
             engine = IsolatedEngine(llm, profile, intake)
             async with engine.running():
-                yield engine
+                with lifeline(_roots(llm)):
+                    yield engine
         finally:
             await asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S)
     finally:
@@ -94,6 +96,11 @@ class _Add:
 @dataclass(frozen=True, slots=True)
 class _Abort:
     id: str
+
+
+def _roots(llm: AsyncLLM) -> list[int]:
+    manager = llm.engine_core.resources.engine_manager
+    return [process.pid for process in getattr(manager, "processes", ())]
 
 
 class IsolatedEngine:

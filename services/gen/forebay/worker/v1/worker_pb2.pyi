@@ -539,7 +539,7 @@ class RequestDelta(_message.Message):
 
     @_builtins.property
     def error(self) -> Global___RequestError:
-        """With FINISH_REASON_ERROR: what went wrong."""
+        """With FINISH_REASON_ERROR: what went wrong. With FINISH_REASON_ABORT: set when the deadline passed."""
 
     @_builtins.property
     def transfer(self) -> Global___TransferHandle:
@@ -590,13 +590,13 @@ class RequestError(_message.Message):
     code: _builtins.int
     """google.rpc.Code."""
     reason: _builtins.str
-    """INVALID_REQUEST, RESUME_UNSUPPORTED, MODEL_NOT_FOUND, OVERLOADED, DRAINING, ENGINE_ERROR,
-    ENGINE_DEAD, DEADLINE.
+    """INVALID_REQUEST, RESUME_UNSUPPORTED, UNSUPPORTED (not built yet), MODEL_NOT_FOUND, OVERLOADED,
+    DRAINING, ENGINE_ERROR, ENGINE_DEAD, DEADLINE.
     """
     message: _builtins.str
     """For people. Never holds prompt text."""
     field: _builtins.str
-    """For INVALID_REQUEST: the field at fault, by its name in GenerateRequest or SamplingParams."""
+    """The field at fault, by its name in GenerateRequest or SamplingParams; always with INVALID_REQUEST."""
     def __init__(
         self,
         *,

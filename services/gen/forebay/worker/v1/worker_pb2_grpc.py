@@ -80,8 +80,10 @@ class WorkerServiceServicer:
         """The gateways' hot path: all requests of one gateway over one stream. The worker answers with at
         most one frame for each engine step, holding the new tokens of all the gateway's requests. When
         the stream ends, however it ends, the worker aborts every request that came over it.
-        A request that fails is answered by a delta with an error; the stream goes on.
-        Codes: UNAVAILABLE (draining, engine dead). Not idempotent.
+        A request that fails is answered by a delta with an error; the stream goes on. When a gateway
+        closes its half, the stream ends with the last running request.
+        Codes: UNAVAILABLE (STARTING, DRAINING, ENGINE_DEAD), FAILED_PRECONDITION (WRONG_INCARNATION),
+        INVALID_ARGUMENT (no `open` first, a request_id that is empty or in use). Not idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,8 +92,9 @@ class WorkerServiceServicer:
     def Generate(self, request, context):
         """One request, the same code as Session; for people, tools and other languages. Cancelling the call
         aborts the request. The call's deadline is the request's.
-        Codes: INVALID_ARGUMENT, FAILED_PRECONDITION (RESUME_UNSUPPORTED), RESOURCE_EXHAUSTED,
-        UNAVAILABLE, INTERNAL (ENGINE_ERROR). Not idempotent.
+        Codes: INVALID_ARGUMENT, NOT_FOUND (MODEL_NOT_FOUND), FAILED_PRECONDITION (RESUME_UNSUPPORTED,
+        UNSUPPORTED), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNAVAILABLE, INTERNAL (ENGINE_ERROR).
+        Not idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

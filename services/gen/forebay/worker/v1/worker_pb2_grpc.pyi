@@ -37,14 +37,17 @@ class WorkerServiceStub:
     """The gateways' hot path: all requests of one gateway over one stream. The worker answers with at
     most one frame for each engine step, holding the new tokens of all the gateway's requests. When
     the stream ends, however it ends, the worker aborts every request that came over it.
-    A request that fails is answered by a delta with an error; the stream goes on.
-    Codes: UNAVAILABLE (draining, engine dead). Not idempotent.
+    A request that fails is answered by a delta with an error; the stream goes on. When a gateway
+    closes its half, the stream ends with the last running request.
+    Codes: UNAVAILABLE (STARTING, DRAINING, ENGINE_DEAD), FAILED_PRECONDITION (WRONG_INCARNATION),
+    INVALID_ARGUMENT (no `open` first, a request_id that is empty or in use). Not idempotent.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]
     """One request, the same code as Session; for people, tools and other languages. Cancelling the call
     aborts the request. The call's deadline is the request's.
-    Codes: INVALID_ARGUMENT, FAILED_PRECONDITION (RESUME_UNSUPPORTED), RESOURCE_EXHAUSTED,
-    UNAVAILABLE, INTERNAL (ENGINE_ERROR). Not idempotent.
+    Codes: INVALID_ARGUMENT, NOT_FOUND (MODEL_NOT_FOUND), FAILED_PRECONDITION (RESUME_UNSUPPORTED,
+    UNSUPPORTED), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNAVAILABLE, INTERNAL (ENGINE_ERROR).
+    Not idempotent.
     """
     Snapshot: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SnapshotRequest, _worker_pb2.SnapshotResponse]
     """Blocks, waiting and running requests at one sequence of the event stream: what a subscriber needs
@@ -74,14 +77,17 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """The gateways' hot path: all requests of one gateway over one stream. The worker answers with at
     most one frame for each engine step, holding the new tokens of all the gateway's requests. When
     the stream ends, however it ends, the worker aborts every request that came over it.
-    A request that fails is answered by a delta with an error; the stream goes on.
-    Codes: UNAVAILABLE (draining, engine dead). Not idempotent.
+    A request that fails is answered by a delta with an error; the stream goes on. When a gateway
+    closes its half, the stream ends with the last running request.
+    Codes: UNAVAILABLE (STARTING, DRAINING, ENGINE_DEAD), FAILED_PRECONDITION (WRONG_INCARNATION),
+    INVALID_ARGUMENT (no `open` first, a request_id that is empty or in use). Not idempotent.
     """
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]  # type: ignore[assignment]
     """One request, the same code as Session; for people, tools and other languages. Cancelling the call
     aborts the request. The call's deadline is the request's.
-    Codes: INVALID_ARGUMENT, FAILED_PRECONDITION (RESUME_UNSUPPORTED), RESOURCE_EXHAUSTED,
-    UNAVAILABLE, INTERNAL (ENGINE_ERROR). Not idempotent.
+    Codes: INVALID_ARGUMENT, NOT_FOUND (MODEL_NOT_FOUND), FAILED_PRECONDITION (RESUME_UNSUPPORTED,
+    UNSUPPORTED), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNAVAILABLE, INTERNAL (ENGINE_ERROR).
+    Not idempotent.
     """
     Snapshot: _aio.UnaryUnaryMultiCallable[_worker_pb2.SnapshotRequest, _worker_pb2.SnapshotResponse]  # type: ignore[assignment]
     """Blocks, waiting and running requests at one sequence of the event stream: what a subscriber needs
@@ -114,8 +120,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """The gateways' hot path: all requests of one gateway over one stream. The worker answers with at
         most one frame for each engine step, holding the new tokens of all the gateway's requests. When
         the stream ends, however it ends, the worker aborts every request that came over it.
-        A request that fails is answered by a delta with an error; the stream goes on.
-        Codes: UNAVAILABLE (draining, engine dead). Not idempotent.
+        A request that fails is answered by a delta with an error; the stream goes on. When a gateway
+        closes its half, the stream ends with the last running request.
+        Codes: UNAVAILABLE (STARTING, DRAINING, ENGINE_DEAD), FAILED_PRECONDITION (WRONG_INCARNATION),
+        INVALID_ARGUMENT (no `open` first, a request_id that is empty or in use). Not idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -126,8 +134,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateResponse], _abc.AsyncIterator[_worker_pb2.GenerateResponse]]:
         """One request, the same code as Session; for people, tools and other languages. Cancelling the call
         aborts the request. The call's deadline is the request's.
-        Codes: INVALID_ARGUMENT, FAILED_PRECONDITION (RESUME_UNSUPPORTED), RESOURCE_EXHAUSTED,
-        UNAVAILABLE, INTERNAL (ENGINE_ERROR). Not idempotent.
+        Codes: INVALID_ARGUMENT, NOT_FOUND (MODEL_NOT_FOUND), FAILED_PRECONDITION (RESUME_UNSUPPORTED,
+        UNSUPPORTED), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNAVAILABLE, INTERNAL (ENGINE_ERROR).
+        Not idempotent.
         """
 
     @_abc_1.abstractmethod
