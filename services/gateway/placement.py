@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from services.common.errors import InvalidRequest, NotFound, Unavailable
+from services.common.errors import ForebayError, Overloaded, Unavailable
 from services.common.ids import AttemptId, new_id
 from services.common.telemetry.logging import get_logger
 from services.gateway.ports import Ask, Candidate, PlacedBy, Placement
@@ -29,8 +29,9 @@ class RouterClient(Protocol):
 class RoutedPlacer:
     """Asks a router first and falls back to the least loaded worker of the model.
 
-    It also falls back when the router sees no worker but we do: a router that has just started
-    knows less than a gateway with living sessions. Overload is the router's word and stands.
+    It also falls back when the router sees no worker but we do (a router that has just started
+    knows less than a gateway with living sessions), and when its decision fails: placement is a
+    help, never a reason to refuse. Overload is the router's word and stands.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class RoutedPlacer:
         """A placement. Raises Unavailable (NO_WORKER) or Overloaded."""
         try:
             return await self._router.place(ask)
-        except (Unavailable, NotFound, InvalidRequest) as exc:
+        except Overloaded:
+            raise
+        except ForebayError as exc:
             placement = self._least_loaded(ask)
             if placement is None:
                 raise Unavailable(

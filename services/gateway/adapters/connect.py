@@ -33,7 +33,8 @@ async def connected(channel: grpc.aio.Channel, address: str, timeout_s: float) -
 
 def why_ended(group: BaseExceptionGroup[Any], *expected: type[Exception]) -> str:
     """Why a stream's tasks ended. Raises the group again when it holds something unexpected."""
-    known: tuple[type[Exception], ...] = (grpc.RpcError, *expected)
+    # InvalidStateError: we wrote to a call that had just ended.
+    known: tuple[type[Exception], ...] = (grpc.RpcError, asyncio.InvalidStateError, *expected)
     _, rest = group.split(known)
     if rest is not None:
         raise group

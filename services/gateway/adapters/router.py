@@ -116,6 +116,11 @@ class Routers:
                 if was_up or router_id not in self._failed:
                     log.warning("router stream down", router=router_id, why=str(exc))
                 self._failed.add(router_id)
+            except Exception as exc:
+                # Without this task every placement would be a guess until we are restarted.
+                was_up = self._state is _State.UP
+                log.error("router stream failed", router=router_id, exc_info=exc)
+                self._failed.add(router_id)
             self._drop_pending()
             if router_id in self._vanished:
                 self._vanished.discard(router_id)
