@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +18,10 @@ from services.gateway.http.guard import ClientGone
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LINGER_S = 2.0
+_LAST_WORD_S = 2.0
+"""Longest wait for room to tell a client of an error; one that does not read is cut off then."""
+ABORT = "forebay.abort"
+"""ASGI extension of our server: `{"call": ...}` drops the connection with all that is unsent."""
 _JSON_TYPES = re.compile(r"application/([a-z0-9.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 
 encode = msgspec.json.Encoder().encode
@@ -52,6 +56,9 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._body_done = False
+        self._abort: Callable[[], None] | None = (
+            (scope.get("extensions") or {}).get(ABORT, {}).get("call")
+        )
 
     async def body(self, limit_bytes: int, timeout_s: float) -> bytes:
         """The whole body. Raises an ApiError for one that is too long, slow, or of another type."""
@@ -125,7 +132,12 @@ class Exchange:
         if not self.status:
             await self.respond(error.status, error_bytes(error), headers=error.headers)
         elif self.streaming:
-            await self.end_stream(b"data: " + error_bytes(error) + b"\n\n")
+            try:
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self.end_stream(b"data: " + error_bytes(error) + b"\n\n")
+            except TimeoutError:
+                if self._abort is not None:
+                    self._abort()
 
     async def start_stream(self, headers: Mapping[str, str]) -> None:
         """Begins an event stream."""

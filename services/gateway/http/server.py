@@ -1,8 +1,9 @@
 """uvicorn, embedded: our own stop and drain instead of its signal handlers, and what it lacks of
 HTTP.
 
-The protocol class sets TCP_NODELAY, answers unparsable requests in OpenAI's error shape, and frames
-streams for HTTP/1.0 clients by closing instead of by chunks.
+The protocol class sets TCP_NODELAY, answers unparsable requests in OpenAI's error shape, frames
+streams for HTTP/1.0 clients by closing instead of by chunks, bounds a request's head in time and
+size, and tells a running request of a hang-up also when another one waits behind it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from uvicorn._types import Scope as AnyScope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.common.errors import Unavailable
-from services.gateway.errors import BadRequest
-from services.gateway.http.exchange import error_bytes
+from services.gateway.errors import ApiError, BadRequest
+from services.gateway.http.exchange import ABORT, error_bytes
 
 _MARGIN_S = 5.0
+_HEAD_S = 30.0
+"""Longest wait for the rest of a request's head once it has begun."""
+_HEAD_BYTES = 64 << 10
+"""Longest head that may arrive in pieces; more than one read of the socket is never kept."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -35,18 +40,90 @@ class Protocol(HttpToolsProtocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._running: RequestResponseCycle | None = None
+        self._in_head = False
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
+        # uvicorn starts its clock after the first answer only.
+        self._wait_for_head(self.timeout_keep_alive)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells the request that runs, too: with another one behind it, uvicorn tells only that."""
+        self._stop_waiting()
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Refuses a head without an end."""
+        super().data_received(data)
+        if not self._in_head:
+            if not self._busy and not self.timeout_keep_alive_task and not self._head_timer:
+                # Blank lines: no request, but they have stopped uvicorn's clock.
+                self._wait_for_head(self.timeout_keep_alive)
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > _HEAD_BYTES:
+            self._refuse(
+                b"431 Request Header Fields Too Large",
+                ApiError(
+                    f"The request's headers are longer than {_HEAD_BYTES} bytes.",
+                    status=431,
+                    type="invalid_request_error",
+                ),
+            )
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        self._wait_for_head(_HEAD_S)
+
+    def on_headers_complete(self) -> None:
+        """The head is all there."""
+        self._in_head = False
+        self._stop_waiting()
+        super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answers what the parser could not read."""
-        body = error_bytes(BadRequest(msg))
-        self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%s" % (len(body), body)
-        )
+        self._refuse(b"400 Bad Request", BadRequest(msg))
+
+    def _refuse(self, status: bytes, error: ApiError) -> None:
+        # In the middle of another request's answer there is no place for one of our own.
+        if not self.transport.is_closing() and not self._busy:
+            body = error_bytes(error)
+            self.transport.write(
+                b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%s" % (status, len(body), body)
+            )
         self.transport.close()
 
+    @property
+    def _busy(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    def _wait_for_head(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._head_timer = self.loop.call_later(seconds, self._no_head)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _no_head(self) -> None:
+        if self._busy:
+            self._wait_for_head(_HEAD_S)
+        else:
+            self.transport.close()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        cycle.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
         if cycle.scope["http_version"] == "1.0":
             app = _framed_by_close(cycle, app)
         super()._start_asgi_task(cycle, app)
