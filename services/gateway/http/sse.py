@@ -30,9 +30,18 @@ class Chunks(Protocol):
         ...
 
 
+_LINE_ENDS = tuple(
+    (character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"
+)
+"""What many clients take for the end of a line, though neither SSE nor JSON does."""
+
+
 def event(value: object) -> bytes:
     """One event of JSON."""
-    return b"data: " + encode(value) + b"\n\n"
+    data = encode(value)
+    for raw, escaped in _LINE_ENDS:
+        data = data.replace(raw, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 async def stream(
