@@ -38,7 +38,10 @@ class GatewayMetrics:
             "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS, "model"
         )
         self.inter_token = histogram(
-            "inter_token_seconds", "Between tokens of one sequence.", _TOKEN_SECONDS, "model"
+            "inter_token_seconds",
+            "Between the tokens of a streamed choice.",
+            _TOKEN_SECONDS,
+            "model",
         )
         self.duration = histogram(
             "request_seconds", "From arrival to the last byte.", _SECONDS, "path", "model"

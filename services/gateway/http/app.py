@@ -307,7 +307,12 @@ class GatewayApp:
             )
             job = await prepare(caller)
             exchange.model = job.served.name
-            watch = _Stopwatch(self._metrics, job, self._settings.request_timeout_s, deadline)
+            watch = _Stopwatch(
+                self._metrics,
+                job,
+                arrival=deadline - self._settings.request_timeout_s,
+                streaming=request.stream,
+            )
             completion_id, created = new_id(id_prefix), int(time.time())
             async with self._pipeline.run(job) as generation:
                 if request.stream:
@@ -359,29 +364,36 @@ class _Stopwatch:
     """Times and counts one generation for the metrics."""
 
     def __init__(
-        self, metrics: GatewayMetrics, job: Job, timeout_s: float, deadline: float
+        self, metrics: GatewayMetrics, job: Job, *, arrival: float, streaming: bool
     ) -> None:
         self._metrics = metrics
         self._model = job.served.name
         self._clock = asyncio.get_running_loop().time
-        self._arrival = deadline - timeout_s
-        self._last: float | None = None
-        self._inter_token = metrics.inter_token.labels(self._model)
+        self._arrival = arrival
+        self._begun = False
+        self._last: dict[int, float] = {}
+        # Of an answer that is not streamed only its beginning and its end are seen.
+        self._inter_token = metrics.inter_token.labels(self._model) if streaming else None
 
     def saw(self, updates: list[Update]) -> None:
         """Some news came."""
         now = self._clock()
-        if self._last is None:
+        if not self._begun:
+            self._begun = True
             self._metrics.ttft.labels(self._model).observe(now - self._arrival)
-        elif updates:
-            self._inter_token.observe(now - self._last)
-        self._last = now
+        if self._inter_token is None:
+            return
+        for update in updates:
+            last = self._last.get(update.index)
+            if last is not None:
+                self._inter_token.observe(now - last)
+            self._last[update.index] = now
 
     def count(self, generation: Generation) -> None:
         """The generation is over, however it ended."""
         usage, m, model = generation.usage, self._metrics, self._model
         m.output_tokens.labels(model).inc(usage.completion_tokens)
-        if self._last is None:
+        if not self._begun:
             return
         m.prompt_tokens.labels(model).inc(usage.prompt_tokens)
         m.cached_tokens.labels(model).inc(usage.cached_tokens)
