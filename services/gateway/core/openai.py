@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 
@@ -28,8 +29,12 @@ from services.gateway.errors import BadRequest
 
 MAX_STOPS = 16
 """OpenAI allows 4 stop strings; servers of open models allow more."""
+MAX_STOP_CHARS = 1024
+"""Longest stop string. Its end may be that far away, so that much text may be held back."""
 MAX_PROMPTS = 2048
 """Most prompts in one completion request."""
+MAX_CHOICES = 2048
+"""Most choices of one request, all prompts together."""
 MAX_LOGPROBS = 20
 _INT64 = 2**63
 _INT32 = 2**31
@@ -64,11 +69,9 @@ def _stops(value: object) -> tuple[object, ...]:
         raise _invalid("stop", f"at most {MAX_STOPS} stop strings are allowed")
     if any(stop == "" for stop in stops):
         raise _invalid("stop", "a stop string must not be empty")
+    if any(isinstance(stop, str) and len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise _invalid("stop", f"a stop string has at most {MAX_STOP_CHARS} characters")
     return tuple(stops)
-
-
-def _list(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _logit_bias(value: object) -> dict[int, float]:
@@ -126,7 +129,19 @@ def _token_ids(value: object, wrong: BadRequest) -> tuple[int, ...]:
     return tuple(value)
 
 
-_Ids = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], BeforeValidator(_list)]
+def _ids(value: object, info: ValidationInfo) -> tuple[int, ...]:
+    # Not pydantic's own list of numbers: it writes down what is wrong with each of a million.
+    if not isinstance(value, list | tuple):
+        raise _invalid(str(info.field_name), "must be a list of token ids", "invalid_type")
+    for i, item in enumerate(value):
+        if type(item) is not int:
+            raise _invalid(f"{info.field_name}[{i}]", "must be a token id", "invalid_type")
+        if not 0 <= item < 2**32:
+            raise _invalid(f"{info.field_name}[{i}]", "must be a token id")
+    return tuple(dict.fromkeys(value))
+
+
+_Ids = Annotated[tuple[int, ...], PlainValidator(_ids)]
 
 
 class _Strict(BaseModel):
@@ -138,6 +153,13 @@ class StreamOptions(_Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: object) -> object:
+        if isinstance(value, dict):
+            return {key: item for key, item in value.items() if item is not None}
+        return value
 
 
 class GenerationRequest(_Strict):
@@ -272,6 +294,8 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        if self.n * len(self.prompt) > MAX_CHOICES:
+            raise _invalid("n", f"at most {MAX_CHOICES} choices of all prompts are allowed")
         if self.echo and self.logprobs is not None:
             raise BadRequest(
                 "'echo' together with 'logprobs' is not supported yet.",

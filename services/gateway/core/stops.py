@@ -8,6 +8,7 @@ cut into pieces, and each character costs one step a stop string.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopMatcher:
@@ -71,15 +72,7 @@ class _Automaton:
     def __init__(self, text: str) -> None:
         self.text = text
         self.state = 0
-        # _back[k]: the longest proper beginning of text[:k] that is also its end.
-        self._back = [0] * (len(text) + 1)
-        k = 0
-        for i in range(1, len(text)):
-            while k and text[i] != text[k]:
-                k = self._back[k]
-            if text[i] == text[k]:
-                k += 1
-            self._back[i + 1] = k
+        self._back = _borders(text)
 
     def step(self, character: str) -> bool:
         """Takes one character; True when the text is complete with it."""
@@ -91,3 +84,20 @@ class _Automaton:
         complete = k == len(self.text)
         self.state = self._back[k] if complete else k
         return complete
+
+
+@lru_cache(maxsize=256)
+def _borders(text: str) -> tuple[int, ...]:
+    """At k: the longest proper beginning of text[:k] that is also its end.
+
+    Remembered, since all choices of a request (and most requests of a client) have the same stops.
+    """
+    back = [0] * (len(text) + 1)
+    k = 0
+    for i in range(1, len(text)):
+        while k and text[i] != text[k]:
+            k = back[k]
+        if text[i] == text[k]:
+            k += 1
+        back[i + 1] = k
+    return tuple(back)

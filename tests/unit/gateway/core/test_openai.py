@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -410,3 +411,26 @@ def test_completions_own_fields() -> None:
     assert refused(completion, suffix="x").param == "suffix"
     assert refused(completion, logprobs=21).param == "logprobs"
     assert refused(completion, logprobs=True).param == "logprobs"
+
+
+def test_lengths_and_products_are_bounded() -> None:
+    assert chat(stop="x" * 1024).stop == ("x" * 1024,)
+    assert refused(chat, stop=["a", "x" * 1025]).param == "stop"
+    assert completion(prompt=["a"] * 16, n=128).n == 128
+    assert refused(completion, prompt=["a"] * 17, n=128).param == "n"
+
+
+def test_one_wrong_entry_of_many_is_told_at_once() -> None:
+    # Told one by one, these take half a gigabyte and seconds.
+    tracemalloc.start()
+    try:
+        error = refused(chat, stop_token_ids=["a"] * 100_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert error.param == "stop_token_ids[0]" and peak < 20 << 20
+
+
+def test_null_inside_stream_options_is_absent() -> None:
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    assert not chat(stream=True, stream_options=options).include_usage
