@@ -16,7 +16,7 @@ from services.gateway.core.sampling import (
     Sampling,
     check_length,
     check_token_ids,
-    resolve_sampling,
+    resolve_each,
 )
 from services.gateway.errors import ModelNotFound, NoWorker
 from services.gateway.models import Models, Served
@@ -26,7 +26,8 @@ _INLINE_TOKENS = 2048
 _LOADING_S = 3.0
 """Longest wait for a model that is just being loaded."""
 _INLINE_CHARS = 8192
-"""Longer conversations are rendered in a thread."""
+_INLINE_MESSAGES = 128
+"""Conversations of more text or messages are rendered in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,7 @@ async def prepare_chat(
             kwargs=request.chat_template_kwargs,
         )
 
-    size = sum(len(m.text) for m in request.messages)
-    text = await asyncio.to_thread(render) if size > _INLINE_CHARS else render()
+    text = await asyncio.to_thread(render) if _is_long(request) else render()
     check_length(tokenizer.least_tokens(text), served.card, request.prompt_param)
     ids = await tokenizer.encode_async(text, add_special_tokens=request.add_special_tokens)
     return await _job(served, request, [ids], caller)
@@ -128,6 +128,20 @@ async def prepare_completion(
     return await _job(served, request, prompts, caller)
 
 
+def _is_long(request: ChatRequest) -> bool:
+    """Whether rendering takes more than a moment: by text, messages, or what has no known size."""
+    if len(request.messages) > _INLINE_MESSAGES or request.chat_template_kwargs:
+        return True
+    return (
+        any(m.tool_calls for m in request.messages)
+        or sum(
+            len(m.text) + len(m.reasoning_content or "") + len(m.name or "")
+            for m in request.messages
+        )
+        > _INLINE_CHARS
+    )
+
+
 async def hash_blocks(served: Served, ids: Sequence[int], salt: str) -> list[BlockKey]:
     """Keys of the full blocks of `ids`, as the engine will compute them."""
     adapter = HashedAdapter(served.adapter.name, served.adapter.path) if served.adapter else None
@@ -142,10 +156,16 @@ async def _job(
     served: Served, request: GenerationRequest, prompts: Sequence[Sequence[int]], caller: Caller
 ) -> Job:
     salt = effective_salt(caller.tenant_salt, request.cache_salt)
+    samplings = resolve_each(request, served.card, [len(ids) for ids in prompts])
     ready = []
-    for ids in prompts:
-        sampling = resolve_sampling(request, served.card, len(ids))
+    hashed = 0
+    for ids, sampling in zip(prompts, samplings, strict=True):
         ready.append(Prompt(ids, await hash_blocks(served, ids, salt), sampling))
+        hashed += len(ids)
+        if hashed > _INLINE_TOKENS:
+            # Many short prompts are as long as a long one: let others run in between.
+            hashed = 0
+            await asyncio.sleep(0)
     return Job(
         served=served,
         prompts=tuple(ready),

@@ -71,13 +71,6 @@ def resolve_sampling(request: GenerationRequest, card: ModelCard, prompt_tokens:
     bounds.
     """
     max_tokens = _max_tokens(request, card, prompt_tokens)
-    if request.min_tokens > max_tokens:
-        raise BadRequest(
-            f"Invalid value for 'min_tokens': must not be greater than the {max_tokens} tokens "
-            "that may be produced.",
-            param="min_tokens",
-            code="invalid_value",
-        )
     logprobs = request.wanted_logprobs
     if logprobs is not None and logprobs > card.max_logprobs:
         raise BadRequest(
@@ -122,7 +115,28 @@ def resolve_sampling(request: GenerationRequest, card: ModelCard, prompt_tokens:
     )
 
 
+def resolve_each(
+    request: GenerationRequest, card: ModelCard, prompt_tokens: Sequence[int]
+) -> list[Sampling]:
+    """As resolve_sampling, for several prompts; what they share is checked once."""
+    first = resolve_sampling(request, card, prompt_tokens[0])
+    others = (_max_tokens(request, card, length) for length in prompt_tokens[1:])
+    return [first, *(replace(first, max_tokens=most) for most in others)]
+
+
 def _max_tokens(request: GenerationRequest, card: ModelCard, prompt_tokens: int) -> int:
+    most = _wanted_or_fitting(request, card, prompt_tokens)
+    if request.min_tokens > most:
+        raise BadRequest(
+            f"Invalid value for 'min_tokens': must not be greater than the {most} tokens "
+            "that may be produced.",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    return most
+
+
+def _wanted_or_fitting(request: GenerationRequest, card: ModelCard, prompt_tokens: int) -> int:
     limit, where = card.max_model_len, request.prompt_param
     if prompt_tokens < 1:
         raise BadRequest(

@@ -9,6 +9,7 @@ from services.gateway.core.sampling import (
     Sampling,
     check_length,
     check_token_ids,
+    resolve_each,
     resolve_sampling,
 )
 from services.gateway.errors import BadRequest, ContextLengthExceeded
@@ -156,3 +157,16 @@ def test_resuming_reduces_the_limits() -> None:
     assert sampling.resumed(0) == sampling
     with pytest.raises(ValueError, match="max_tokens"):
         sampling.resumed(10)
+
+
+def test_each_prompt_has_its_own_room() -> None:
+    body = {"model": "m", "prompt": ["a", "b"], "logit_bias": {"5": 1}, "min_tokens": 3}
+    request = parse_completion(json.dumps(body).encode())
+    first, second = resolve_each(request, card(), [10, 95])
+    assert first == resolve_sampling(request, card(), 10)
+    assert second == resolve_sampling(request, card(), 95) and second.max_tokens == 5
+    # What all share is looked at once, however many prompts there are.
+    assert second.logit_bias is first.logit_bias
+    with pytest.raises(BadRequest) as caught:
+        resolve_each(request, card(), [10, 98])
+    assert caught.value.param == "min_tokens"
