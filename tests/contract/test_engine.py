@@ -22,7 +22,6 @@ from safetensors.numpy import save_file
 from services.common.blocks import HashedAdapter, block_hashes, block_keys
 from services.common.cards import Adapter
 from services.common.errors import InvalidRequest
-from services.common.events.model import BlocksCleared
 from services.worker.config import WorkerSettings
 from services.worker.core.blocks import BlockMirror
 from services.worker.core.model import FinishReason, Sampling
@@ -190,7 +189,7 @@ async def clean(engine: Harness) -> AsyncIterator[None]:
         await engine.reset()
     engine.steps.clear()
     yield
-    if engine.outputs:
+    if engine.outputs and engine.dead is None:
         await engine.idle()
     engine.outputs.clear()
 
@@ -478,9 +477,61 @@ async def test_reset_is_refused_while_requests_run(engine: Harness) -> None:
     await engine.until(lambda: engine.finished(id))
 
 
-async def test_a_replaced_mirror_equals_a_followed_one(engine: Harness) -> None:
-    await engine.run(prompt(100))
-    fresh = BlockMirror()
-    events = fresh.apply(change for step in engine.steps for change in step.blocks)
-    assert not any(isinstance(e, BlocksCleared) for e in events)
-    assert {k for t in fresh.blocks() for k in t.keys} == engine.keys()
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"top_k": 2**32 - 1},
+        {"temperature": 1e-9},
+        {"temperature": 1e30},
+        {"max_tokens": 2**32 - 1},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1},
+        {"repetition_penalty": 1e-30},
+        {"repetition_penalty": 1e30},
+        {"logit_bias": {i: -100.0 for i in range(VOCAB_SIZE)}},
+        {"stop_token_ids": tuple(range(VOCAB_SIZE)), "min_tokens": 3},
+        {"top_p": 1e-300, "min_p": 1.0},
+    ],
+    ids=str,
+)
+async def test_extremes_hurt_nobody(engine: Harness, extreme: dict[str, object]) -> None:
+    usual = tokens(await engine.run(prompt(40)))
+    sampling = replace(Sampling(max_tokens=4), **extreme)
+    id = engine.submit(prompt(40), sampling, priority=-(2**31))
+    other = engine.submit(prompt(40), priority=2**31 - 1)
+    await engine.until(lambda: engine.finished(other) and bool(engine.outputs.get(id)))
+    engine.engine.abort(id)
+    await engine.until(lambda: engine.finished(id))
+    assert tokens(engine.outputs[other]) == usual
+    assert all(0 <= t < VOCAB_SIZE for t in tokens(engine.outputs[id]))
+
+
+async def test_a_failed_engine_says_so(engine: Harness) -> None:
+    """The last test: it leaves a dead engine."""
+    if engine.name == "async":
+        pytest.skip("tests/integration/worker/test_process.py kills the engine's process")
+
+    def fail(core) -> None:
+        def step() -> None:
+            raise RuntimeError("a test broke this step")
+
+        core.step_fn = step
+
+    id = engine.submit(prompt(40), replace(GREEDY, max_tokens=900, ignore_eos=True))
+    await engine.until(lambda: bool(engine.outputs.get(id)))
+    if engine.name == "fake":
+        engine.engine.die("a test broke this step")
+    else:
+        await engine.engine.call(fail)
+    async with asyncio.timeout(10):
+        while engine.dead is None:
+            engine._news.clear()
+            await engine._news.wait()
+    assert "a test broke this step" in str(engine.dead)
+    for what in (lambda: engine.submit(prompt(5)), engine.engine.reset_cache):
+        with pytest.raises(EngineDead):
+            made = what()
+            assert await made
+    late: list[EngineDead] = []
+    engine.engine.listen(lambda step: None, late.append)
+    assert late == [engine.dead]

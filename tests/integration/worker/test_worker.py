@@ -402,6 +402,7 @@ async def test_who_reads_slowly_loses_its_request_and_others_go_on() -> None:
             return (await worker.metrics())["forebay_worker_requests"]
 
         await until(left, lambda n: n == 0, within_s=20, what="cut of the slow request")
+        assert (await worker.metrics())['forebay_worker_finished_total{reason="abort"}'] == 1
         await slow.until_end("a")
         assert slow.last("a").error.reason == "OVERLOADED"
         assert 0 < len(slow.tokens("a")) < 5000
