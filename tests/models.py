@@ -77,6 +77,30 @@ def tiny_model(cache_dir: Path) -> Path:
     return target
 
 
+def tiny_adapter(folder: Path) -> Path:
+    """Writes a LoRA adapter into `folder` that changes what the tiny model says."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "tiny",
+        "r": 8,
+        "lora_alpha": 64,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(5)
+    tensors = {}
+    for layer in range(LAYERS):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        for part, shape in (("A", (8, HIDDEN)), ("B", (HEADS * HEAD_DIM, 8))):
+            weights = rng.normal(0.0, 1.0, shape).astype(np.float32)
+            tensors[f"{name}.lora_{part}.weight"] = weights
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
 def default_cache_dir() -> Path:
     """Where test models are kept between runs: FOREBAY_TEST_CACHE, or the user's cache."""
     home = os.environ.get("FOREBAY_TEST_CACHE")

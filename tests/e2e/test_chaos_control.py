@@ -1,6 +1,7 @@
 """Router, etcd and event streams fail: clients see nothing, and what was known comes back."""
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -9,8 +10,10 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from forebay.events.v1 import events_pb2
+from forebay.router.v1 import router_pb2
 from forebay.worker.v1 import worker_pb2
 
+from tests.models import tiny_adapter
 from tests.support.client import (
     RouterClient,
     WorkerClient,
@@ -158,7 +161,8 @@ async def test_stop_etcd(
     repetition: int,
 ) -> None:
     """Every second time it comes back empty."""
-    records = set(etcd.keys("/forebay/"))
+    prefix = "/forebay/default/"
+    records = set(etcd.keys(prefix))
     assert len(records) == 4
     workers = {w: v.worker.incarnation for w, v in (await router.workers()).items()}
     indexed = {w: v.indexed_blocks for w, v in (await router.workers()).items()}
@@ -177,7 +181,7 @@ async def test_stop_etcd(
 
         async def registered() -> set[str]:
             await all_there(router, workers)
-            return set(await asyncio.to_thread(etcd.keys, "/forebay/"))
+            return set(await asyncio.to_thread(etcd.keys, prefix))
 
         await until(
             registered, lambda k: k == records, within_s=10, what="all records", every_s=0.2
@@ -198,19 +202,45 @@ async def all_there(router: RouterClient, incarnations: dict[str, int]) -> None:
     assert seen == incarnations
 
 
+async def test_no_worker_left_is_a_503_with_retry_after(
+    cluster: Cluster, client: httpx.AsyncClient
+) -> None:
+    for name in ("worker-0", "worker-1"):
+        cluster[name].kill()
+    killed = time.monotonic()
+    while time.monotonic() < killed + 5:  # beyond the end of their leases
+        response = await client.post(CHAT, json=chat_body(MODEL, "anyone?", max_tokens=2))
+        assert response.status_code == 503, response.text
+        openai_error(response)
+        assert int(response.headers["retry-after"]) >= 1
+        await asyncio.sleep(0.5)
+    assert (await client.get("/health")).status_code == 503
+
+
 def has_events(envelope: bytes) -> bool:
     return bool(events_pb2.Envelope.FromString(envelope).events)
 
 
 @pytest.fixture(scope="module")
-def lossy(session_cluster: Cluster) -> Iterator[EventProxy]:
-    """A third worker, which others reach through proxies only."""
+def lossy(
+    session_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EventProxy]:
+    """A third worker, which others reach through proxies only, and which serves an adapter."""
+    folder = tmp_path_factory.mktemp("adapter")
     with worker_proxies() as (tcp, events):
-        session_cluster.start_worker("worker-lossy", **proxy_flags(tcp, events))
+        session_cluster.start_worker(
+            "worker-lossy",
+            adapters=f"twist={tiny_adapter(folder)}",
+            adapter_root=tmp_path_factory.mktemp("links"),
+            **proxy_flags(tcp, events),
+        )
         session_cluster.keep("worker-lossy")
         session_cluster["worker-lossy"].wait_ready()
         yield events
         session_cluster.forget("worker-lossy")
+
+
+_NUMBERS = itertools.count()
 
 
 class Lossy:
@@ -218,16 +248,15 @@ class Lossy:
 
     def __init__(self, worker: WorkerClient, router: RouterClient, proxy: EventProxy) -> None:
         self.worker, self.router, self.proxy = worker, router, proxy
-        self.count = 0
 
     async def work(self, requests: int) -> None:
         """Fills blocks: each request has a prompt of its own."""
         for _ in range(requests):
-            self.count += 1
-            rng = random.Random(self.count)
+            number = next(_NUMBERS)
+            rng = random.Random(number)
             request = worker_pb2.GenerateRequest(
-                request_id=f"lossy-{self.count}-{time.monotonic_ns()}",
-                attempt_id=f"lossy-{self.count}-{time.monotonic_ns()}",
+                request_id=f"lossy-{number}",
+                attempt_id=f"lossy-{number}",
                 model=MODEL,
                 prompt_token_ids=[rng.randrange(300, 2000) for _ in range(200)],
                 sampling=worker_pb2.SamplingParams(max_tokens=4, temperature=0),
@@ -242,8 +271,10 @@ class Lossy:
 
         await until(both, lambda d: d[0] == d[1], within_s=within_s, what="equal index")
 
-    async def wrong(self) -> bool:
-        return (await self.router.digests()).get("worker-lossy") != await self.worker.digest()
+    async def gap_noticed(self, before: router_pb2.GetIndexStatsResponse) -> None:
+        await until(
+            self.router.index, lambda i: i.gaps > before.gaps, within_s=2, what="noticed gap"
+        )
 
 
 @pytest.fixture
@@ -285,9 +316,8 @@ async def test_the_last_events_lost_show_by_heartbeats(third: Lossy, repetition:
     third.proxy.drop = has_events
     await third.work(3)
     third.proxy.drop = lambda envelope: False
-    await third.converges()  # nothing more is done: only heartbeats tell
-    after = await third.router.index()
-    assert after.gaps > before.gaps
+    await third.gap_noticed(before)  # nothing more is done: only heartbeats tell
+    await third.converges()
 
 
 async def test_single_events_lost_at_random(third: Lossy, repetition: int) -> None:
@@ -306,7 +336,7 @@ async def test_a_silent_stream_makes_a_suspect_and_a_heard_one_clears_it(
     third.proxy.drop = lambda envelope: True
     await until(
         third.router.workers,
-        lambda w: w["worker-lossy"].state == 3,
+        lambda w: w["worker-lossy"].state == router_pb2.WORKER_STATE_SUSPECT,
         within_s=2.5,
         what="suspect worker",
     )
@@ -314,8 +344,33 @@ async def test_a_silent_stream_makes_a_suspect_and_a_heard_one_clears_it(
     third.proxy.drop = lambda envelope: False
     await until(
         third.router.workers,
-        lambda w: w["worker-lossy"].state == 2,
+        lambda w: w["worker-lossy"].state == router_pb2.WORKER_STATE_READY,
         within_s=2.5,
         what="worker that is ready again",
     )
     await third.converges()
+
+
+async def test_66_an_adapter_shares_no_blocks_with_its_base(
+    third: Lossy, client: httpx.AsyncClient
+) -> None:
+    text = prose(16_000, 150)
+
+    async def ask(model: str) -> tuple[str, int]:
+        response = await client.post(CHAT, json=chat_body(model, text, max_tokens=12))
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        real = cached_tokens(answer["usage"])
+        predicted = int(response.headers["x-forebay-predicted-cached-tokens"])
+        assert abs(predicted - real) <= 32
+        assert answer["model"] == model
+        return answer["choices"][0]["message"]["content"], real
+
+    plain, first = await ask(MODEL)
+    twisted, second = await ask("twist")
+    assert plain != twisted and first == second == 0
+    assert (await ask(MODEL))[1] > 100
+    again, cached = await ask("twist")
+    assert again == twisted and cached > 100
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert {m["id"] for m in listed} == {MODEL, "twist"}

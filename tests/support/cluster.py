@@ -108,9 +108,13 @@ class Cluster:
         return restarted
 
     def forget(self, name: str) -> None:
-        """Ends a process for good, permanent or not."""
+        """Ends a process for good, permanent or not; it says goodbye."""
         self._permanent.discard(name)
-        self.processes.pop(name).close()
+        process = self.processes.pop(name)
+        if process.alive:
+            process.terminate()
+            process.wait_ended(10)
+        process.close()
 
     def close(self) -> None:
         for process in self.processes.values():

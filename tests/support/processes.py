@@ -1,6 +1,7 @@
 """A child process of a test: started, watched, killed, frozen, and never left behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -127,6 +128,11 @@ class Process:
             while (code := self.exit_code) is None:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.02)
         return code
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Blocks until its end, or for `timeout_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._wait(timeout_s)
 
     def close(self) -> None:
         """Ends it whatever its state."""
