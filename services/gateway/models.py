@@ -65,8 +65,13 @@ class Models:
         if card is None:
             return
         known = self._worker(instance.id)
-        # Another life of it changes nothing here, as long as it serves the same.
-        if known is not None and known.card is not None and _same(known.card, card):
+        # Another life of it changes nothing here, as long as it serves the same, and as rightly.
+        if (
+            known is not None
+            and known.card is not None
+            and _same(known.card, card)
+            and (instance.id in self._unusable) == bool(check_card(card))
+        ):
             self._replace(instance)
             return
         self.remove(instance.id)
@@ -102,9 +107,14 @@ class Models:
         """Whether a model of that name is known but can't be served yet."""
         return any(m.tokenizer is None for m in self._candidates(name))
 
-    async def settled(self) -> None:
-        """Waits until every known model is loaded."""
-        while tasks := [m.task for m in self._models.values() if m.task and not m.task.done()]:
+    async def settled(self, name: str = "") -> None:
+        """Waits until the model (or adapter) of that name is loaded; without one, every known."""
+
+        def loading() -> list[asyncio.Task[None]]:
+            models = self._candidates(name) if name else self._models.values()
+            return [m.task for m in models if m.task is not None and not m.task.done()]
+
+        while tasks := loading():
             await asyncio.wait(tasks)
 
     def served(self) -> list[Served]:

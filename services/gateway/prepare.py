@@ -75,7 +75,7 @@ async def resolve_model(models: Models, name: str, *, starting: bool) -> Served:
     if served is None and models.loading(name):
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOADING_S):
-                await models.settled()
+                await models.settled(name)
         served = models.resolve(name)
     if served is not None:
         return served

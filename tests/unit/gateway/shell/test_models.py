@@ -70,6 +70,36 @@ async def test_another_life_keeps_the_tokenizer() -> None:
     assert len(loader.calls) == 1 and models.workers("m")[0].incarnation == 2
 
 
+async def test_another_life_with_another_verdict() -> None:
+    models, _, refused = make()
+    wrong = replace(CARD, hash_vector=replace(VECTOR, block_hashes=(b"x" * 32,)))
+    models.update(worker("a", wrong))
+    assert models.resolve("m") is None and refused == ["card"]
+    # Restarted with the right settings, before its old record went.
+    models.update(worker("a", incarnation=2))
+    await models.settled()
+    assert models.resolve("m") is not None and models.refused() == frozenset()
+    models.update(worker("a", wrong, incarnation=3))
+    assert models.resolve("m") is None and models.refused() == {"a"}
+
+
+async def test_nobody_waits_for_another_model() -> None:
+    never = asyncio.Event()
+
+    async def load(address: str, card: ModelCard) -> Any:
+        if card.model == "stuck":
+            await never.wait()
+        return object()
+
+    models = Models(load, lambda reason: None)
+    models.update(worker("a"))
+    models.update(worker("b", replace(CARD, model="stuck")))
+    async with asyncio.timeout(1):
+        await models.settled("m")
+    assert models.resolve("m") is not None and models.loading("stuck")
+    models.close()
+
+
 async def test_disagreement_and_succession() -> None:
     models, _, refused = make()
     other = replace(CARD, eos_token_ids=(5,))
