@@ -66,7 +66,8 @@ class WorkerLink:
         self._gateway_id = gateway_id
         self._stall_timeout_s = stall_timeout_s
         self._running: dict[str, Inbox] = {}
-        self._outbox: deque[pb.SessionRequest] = deque()
+        self._outbox: deque[Work | str] = deque()
+        """What is to be sent: sequences, and ids of those to be aborted."""
         self._filled = asyncio.Event()
         self._changed = asyncio.Event()
         self._retry = asyncio.Event()
@@ -98,7 +99,7 @@ class WorkerLink:
                 try:
                     await self._converse()
                 except Unreachable as exc:
-                    self._fall(str(exc), refused=True)
+                    self._fall(str(exc), refused=exc.refused)
                 except SessionEnded as exc:
                     self._fall(str(exc), refused=False)
                 except Exception as exc:
@@ -123,20 +124,22 @@ class WorkerLink:
             return
         if self.state is LinkState.DOWN:
             # What failed a moment ago may be back: try at once rather than after the backoff.
-            self._retry.set()
+            self.look_again()
             self._set(LinkState.CONNECTING)
         try:
             async with asyncio.timeout(timeout_s):
                 while self.state is LinkState.CONNECTING:
                     await self._changed.wait()
         except TimeoutError:
-            raise WorkerLost(
-                f"worker {self.id} could not be reached in {timeout_s:g} s", refused=True
-            ) from None
+            raise WorkerLost(f"worker {self.id} could not be reached in {timeout_s:g} s") from None
         if self.state is LinkState.DOWN:
             raise WorkerLost(f"worker {self.id}: {self._why_down}", refused=self._refused)
 
-    def submit(self, messages: Sequence[pb.GenerateRequest], inbox: Inbox) -> None:
+    def look_again(self) -> None:
+        """Tries to connect now rather than after the pause."""
+        self._retry.set()
+
+    def submit(self, works: Sequence[Work], inbox: Inbox) -> None:
         """Queues sequences, all or none. Raises WorkerLost when the session is not up or its queue
         is full.
         """
@@ -146,20 +149,20 @@ class WorkerLink:
             raise WorkerLost(f"worker {self.id} takes nothing: {_MAX_QUEUED} messages wait for it")
         if not self._running:
             self._last_news = asyncio.get_running_loop().time()
-        for message in messages:
-            self._running[message.request_id] = inbox
-            self._post(pb.SessionRequest(generate=message))
+        for work in works:
+            self._running[work.request_id] = inbox
+            self._post(work)
 
     def abort(self, request_id: str) -> bool:
         """Ends a sequence; False when it doesn't run here."""
         if self._running.pop(request_id, None) is None:
             return False
         # Never refused: at most one for each sequence that was queued, so bounded with those.
-        self._post(pb.SessionRequest(abort=pb.AbortRequest(request_id=request_id)))
+        self._post(request_id)
         return True
 
-    def _post(self, message: pb.SessionRequest) -> None:
-        self._outbox.append(message)
+    def _post(self, item: Work | str) -> None:
+        self._outbox.append(item)
         self._filled.set()
 
     def _set(self, state: LinkState) -> None:
@@ -219,7 +222,13 @@ class WorkerLink:
     async def _write(self, call: Any) -> None:
         while True:
             while self._outbox:
-                await call.write(self._outbox.popleft())
+                # Long prompts become messages one by one, with others' turns in between.
+                item = self._outbox.popleft()
+                if isinstance(item, str):
+                    abort = pb.AbortRequest(request_id=item)
+                    await call.write(pb.SessionRequest(abort=abort))
+                elif item.request_id in self._running:
+                    await call.write(pb.SessionRequest(generate=to_generate(item)))
             self._filled.clear()
             await self._filled.wait()
 
@@ -257,12 +266,14 @@ class Workers:
         over.
         """
         link = self._links.get(instance.id)
-        if link is not None and link.instance.incarnation == instance.incarnation:
+        task = self._tasks.get(link) if link is not None else None
+        alive = task is not None and not task.done()
+        if link is not None and alive and link.instance.incarnation == instance.incarnation:
             link.instance = instance
             link.registered = True
             return
-        if link is not None:
-            self._tasks[link].cancel()
+        if task is not None:
+            task.cancel()
         link = WorkerLink(
             instance,
             self._gateway_id,
@@ -282,7 +293,8 @@ class Workers:
         if link is not None and link.instance.incarnation == incarnation:
             link.registered = False
             if link.state is not LinkState.UP:
-                self._tasks[link].cancel()
+                # It ends when that fails. Not cancelled: the record may be back before it ended.
+                link.look_again()
 
     def links(self) -> Iterable[WorkerLink]:
         """All links, in order of id."""
@@ -299,8 +311,14 @@ class Workers:
             raise WorkerLost(
                 f"worker {placement.worker.id} is not known here", reason="UNKNOWN_WORKER"
             )
-        await link.up(self._connect_timeout_s)
-        link.submit([to_generate(work) for work in works], inbox)
+        try:
+            await link.up(self._connect_timeout_s)
+        except WorkerLost as exc:
+            if link.instance.incarnation != placement.worker.incarnation:
+                # What refused us is another life of it than the one that the router speaks of.
+                raise WorkerLost(exc.message) from exc
+            raise
+        link.submit(works, inbox)
         for work in works:
             self._where[work.request_id] = link
 

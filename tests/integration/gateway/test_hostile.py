@@ -14,6 +14,7 @@ from grpc.aio import _call
 
 from services.gateway.adapters.tokenizer import Tokenizer
 from tests.fakes.router import FakeRouter
+from tests.fakes.token_worker import TokenWorker
 from tests.support.client import chat_body
 from tests.support.polling import until
 
@@ -138,3 +139,58 @@ async def test_line_separators_end_no_line(rig: Any, tiny_model_path: Path) -> N
         assert all(not line or line.startswith("data: ") for line in lines)
         chunks = [json.loads(line[6:]) for line in lines if line and line != "data: [DONE]"]
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text
+
+
+async def test_record_that_comes_back_at_once(rig: Any, tiny_model_path: Path) -> None:
+    """etcd lost a worker's lease while we, too, could not reach it; then both are back."""
+    async with rig(workers=2) as r:
+        lost = r.worker
+        await lost.kill()
+
+        async def noticed() -> bool:
+            rows = (await r.client.get("/health")).json()["instances"]
+            return not next(row for row in rows if row["id"] == "w0")["connected"]
+
+        await until(noticed, within_s=5, what="loss of the worker")
+        r.discovery.drop(lost.instance)
+        r.discovery.put(lost.instance)
+        again = TokenWorker("w0", tiny_model_path, port=lost.port)
+        again.incarnation = lost.incarnation
+        async with again:
+
+            async def back() -> bool:
+                rows = (await r.client.get("/health")).json()["instances"]
+                return any(row["id"] == "w0" and row["connected"] for row in rows)
+
+            await until(back, within_s=8, what="the worker's return")
+
+
+async def test_aborted_before_it_was_sent(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig() as r:
+        real, gate = _call.StreamStreamCall.write, asyncio.Event()
+
+        async def write(self: Any, message: Any) -> None:
+            if isinstance(message, pb.SessionRequest):
+                await gate.wait()
+            await real(self, message)
+
+        monkeypatch.setattr(_call.StreamStreamCall, "write", write)
+        body = chat_body("tiny", "hi", max_tokens=2, n=3)
+        task = asyncio.create_task(r.client.post(CHAT, json=body))
+
+        async def queued() -> bool:
+            return await r.metric("sequences_in_flight") == 3
+
+        await until(queued, within_s=5, what="queued sequences")
+        task.cancel()
+        await asyncio.wait({task})
+
+        async def forgotten() -> bool:
+            return await r.metric("sequences_in_flight") == 0
+
+        await until(forgotten, within_s=5, what="end of the sequences")
+        gate.set()
+        answer = await r.client.post(CHAT, json=chat_body("tiny", "hi", max_tokens=2))
+        assert answer.status_code == 200
+        # The first was being written already.
+        assert len(r.worker.requests) == 2
