@@ -3,9 +3,7 @@
 import secrets
 from typing import NewType
 
-WorkerId = NewType("WorkerId", str)
 AttemptId = NewType("AttemptId", str)
-RequestId = NewType("RequestId", str)
 BlockKey = NewType("BlockKey", int)
 """Low 64 bits of a block's hash: its key in events and in the router's index."""
 

@@ -203,10 +203,6 @@ class Tokenizer:
             return self._token_bytes.of(token)
         return self._backend.decode([token_id], skip_special_tokens=False).encode()
 
-    def token_text(self, token_id: int) -> str:
-        """The token's own text, with U+FFFD where its bytes are no whole characters."""
-        return (self.token_bytes(token_id) or b"").decode(errors="replace")
-
     def is_special(self, token_id: int) -> bool:
         """Whether skip_special_tokens leaves it out."""
         return token_id in self._special_ids

@@ -20,14 +20,11 @@ class ChoiceDelta:
     """What a choice gained.
 
     `logprobs` are of the tokens whose text is in `text` (or in this delta's share of it).
-    `want_abort` is True exactly once, when a stop string ended a sequence that the worker still
-    runs.
     """
 
     text: str
     logprobs: tuple[LogprobEntry, ...] = ()
     finish_reason: EndOfSequence | None = None
-    want_abort: bool = False
 
 
 NOTHING = ChoiceDelta("")
@@ -98,8 +95,7 @@ class Choice:
             text += self._token(token_id, position)
             if self._stops.stopped:
                 self.finish_reason = "stop"
-                # The worker ends by itself only if it has just said so.
-                return self._delta(text, want_abort=finish_reason is None)
+                return self._delta(text)
         if finish_reason is None:
             return self._delta(text)
         text += self._end()
@@ -139,11 +135,11 @@ class Choice:
             waiting.end = self._shown_chars if waiting.end is None else waiting.end
         return text + held
 
-    def _delta(self, text: str, want_abort: bool = False) -> ChoiceDelta:
+    def _delta(self, text: str) -> ChoiceDelta:
         ready: list[LogprobEntry] = []
         while self._waiting and self._is_shown(self._waiting[0]):
             ready.append(self._waiting.popleft().entry)
-        return ChoiceDelta(text, tuple(ready), self.finish_reason, want_abort)
+        return ChoiceDelta(text, tuple(ready), self.finish_reason)
 
     def _is_shown(self, waiting: _Waiting) -> bool:
         """While text may come: when all of the token's is out. At the end: when any of it is."""

@@ -46,3 +46,14 @@ async def test_completion_by_ids(rig: Any) -> None:
             [8, 9]
         ] * 2
         assert expected_tokens([5, 6, 7], 3)
+
+
+async def test_stop_string_ends_the_workers_work(rig: Any) -> None:
+    async with rig(interval_s=0.005) as r:
+        body = completion_body("tiny", [5, 6, 7], max_tokens=500)
+        text = (await r.client.post("/v1/completions", json={**body, "max_tokens": 30})).json()
+        stop = text["choices"][0]["text"][4:12]
+        choice = (await r.client.post("/v1/completions", json={**body, "stop": stop})).json()
+        assert choice["choices"][0]["finish_reason"] == "stop"
+        await r.worker.until(lambda: len(r.worker.aborted) == 1, 2)
+        assert not r.worker.running

@@ -89,12 +89,11 @@ def test_an_end_without_tokens_ends() -> None:
     assert subject.feed((), (), "stop") == ChoiceDelta("", (), "stop")
 
 
-def test_case_38_a_stop_string_over_tokens_is_cut_and_the_worker_told() -> None:
+def test_case_38_a_stop_string_over_tokens_is_cut() -> None:
     subject = choice(stop=("STOP",))
     deltas = run(subject, ids("one STOP two"))
     assert text_of(deltas) == "one "
-    assert [d.want_abort for d in deltas].count(True) == 1
-    assert deltas[7] == ChoiceDelta("", (), "stop", True)
+    assert deltas[7] == ChoiceDelta("", (), "stop")
     assert subject.completion_tokens == 8
     assert subject.finished
 
@@ -103,10 +102,10 @@ def test_case_38_include_stop_str() -> None:
     assert text_of(run(choice(stop=("STOP",), include_stop_str=True), ids("a STOP b"))) == "a STOP"
 
 
-def test_case_39_a_stop_string_in_the_last_delta_needs_no_abort() -> None:
+def test_case_39_a_stop_string_in_the_last_delta() -> None:
     subject = choice(stop=("b",))
     delta = subject.feed(ids("abc"), (), "length")
-    assert delta == ChoiceDelta("a", (), "stop", False)
+    assert delta == ChoiceDelta("a", (), "stop")
     assert subject.completion_tokens == 2
 
 
