@@ -30,6 +30,7 @@ cleanup() {
   fi
   if [ -n "$engine" ]; then
     kill "$engine" && wait "$engine"
+    ip link delete docker0 2>/dev/null
     # The engine leaves its mounts behind when it was cut short.
     awk -v d="$work/" 'index($2, d) == 1 {print $2}' /proc/mounts | sort -r | xargs -r umount -l
   fi
