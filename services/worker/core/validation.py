@@ -102,7 +102,7 @@ def _sampling(generation: Generation, limits: Limits) -> Iterator[Failure]:
         yield _invalid(
             "min_tokens", f"min_tokens is {s.min_tokens}, more than max_tokens ({s.max_tokens})"
         )
-    yield from _range("temperature", s.temperature, 0.0, math.inf)
+    yield from _range("temperature", s.temperature, 0.0, 2.0)
     yield from _range("top_p", s.top_p, 0.0, 1.0, open_low=True)
     yield from _range("min_p", s.min_p, 0.0, 1.0)
     yield from _range("presence_penalty", s.presence_penalty, -2.0, 2.0)

@@ -60,6 +60,7 @@ def test_good_requests_pass(generation: Generation) -> None:
         (sampled(temperature=-0.1), "temperature"),
         (sampled(temperature=math.nan), "temperature"),
         (sampled(temperature=math.inf), "temperature"),
+        (sampled(temperature=2.1), "temperature"),
         (sampled(top_p=0.0), "top_p"),
         (sampled(top_p=1.1), "top_p"),
         (sampled(min_p=-0.1), "min_p"),

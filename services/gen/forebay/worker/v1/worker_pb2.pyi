@@ -102,7 +102,7 @@ class SamplingParams(_message.Message):
     min_tokens: _builtins.int
     """Least new tokens before an end is allowed, prior output not counted."""
     temperature: _builtins.float
-    """Softmax temperature; 0 is greedy."""
+    """Softmax temperature, 0 to 2; 0 is greedy."""
     top_p: _builtins.float
     """Nucleus mass in (0, 1]."""
     top_k: _builtins.int
