@@ -224,7 +224,7 @@ class Generation:
                 request_id=job.caller.request_id,
                 expected_output=first.sampling.max_tokens - len(prior),
                 tenant=job.caller.tenant,
-                priority=job.priority,
+                priority=-job.priority,  # for routers the higher goes first
                 sequences=len(group),
                 excluded=frozenset(first.excluded) | job.served.refused,
                 trace=job.caller.trace,

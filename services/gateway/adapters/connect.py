@@ -9,26 +9,44 @@ from services.common.rpc.errors import translate
 
 
 class Unreachable(Exception):
-    """There is no connection: it was refused, broke, or took too long."""
+    """There is no connection. `refused`: nobody listens there; else it broke or took long."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 async def connected(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
-    """Returns when the channel is connected. Raises Unreachable at the first refusal, or after
-    `timeout_s`.
+    """Returns when the channel is connected.
+
+    Raises Unreachable at once when nobody listens, else after `timeout_s`: a failed attempt may
+    mean a busy machine or a stopped process, and neither is gone.
     """
     state = channel.get_state(try_to_connect=True)
     try:
         async with asyncio.timeout(timeout_s):
             while state is not grpc.ChannelConnectivity.READY:
-                if state in (
-                    grpc.ChannelConnectivity.TRANSIENT_FAILURE,
-                    grpc.ChannelConnectivity.SHUTDOWN,
-                ):
-                    raise Unreachable(f"no connection to {address}: refused or cut")
+                if state is grpc.ChannelConnectivity.SHUTDOWN:
+                    raise Unreachable(f"the channel to {address} was closed")
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and await _refuses(address):
+                    raise Unreachable(f"nobody listens at {address}", refused=True)
                 await channel.wait_for_state_change(state)
                 state = channel.get_state(try_to_connect=True)
     except TimeoutError:
         raise Unreachable(f"no connection to {address} within {timeout_s:g} s") from None
+
+
+async def _refuses(address: str) -> bool:
+    """Whether a plain connection is refused."""
+    host, _, port = address.rpartition(":")
+    try:
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    writer.close()
+    return False
 
 
 def why_ended(group: BaseExceptionGroup[Any], *expected: type[Exception]) -> str:

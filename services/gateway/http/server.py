@@ -26,6 +26,16 @@ from services.gateway.errors import ApiError, BadRequest
 from services.gateway.http.exchange import ABORT, error_bytes
 
 _MARGIN_S = 5.0
+_SOCKET_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    # A client whose machine or link is gone says nothing: ask after 30 s, give up after 60 s.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    # One that has stopped reading, or acknowledging, is gone after two minutes.
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
+)
 _HEAD_S = 30.0
 """Longest wait for the rest of a request's head once it has begun."""
 _HEAD_BYTES = 64 << 10
@@ -39,7 +49,8 @@ class Protocol(HttpToolsProtocol):
         """Sends small writes at once: a stream's chunks must not wait for the client's ACKs."""
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for level, option, value in _SOCKET_OPTIONS:
+                sock.setsockopt(level, option, value)
         self._running: RequestResponseCycle | None = None
         self._in_head = False
         self._head_bytes = 0

@@ -2,12 +2,16 @@
 
 import hashlib
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import structlog
 
+from services.common.telemetry.logging import setup_logging
 from tests.support.client import completion_body
 
 PROMPT = list(range(100, 180))
@@ -75,12 +79,22 @@ async def test_tenants_never_share_a_block(rig: Any, keys: str) -> None:
         assert len({q.cache_salt for q in r.worker.requests}) == 4
 
 
+@pytest.fixture
+def debug_log() -> Iterator[None]:
+    """The real log at its most talkative; everything as before afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    setup_logging("gateway", level="debug")
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("debug_log")
 async def test_metrics_tell_nothing(
     rig: Any, keys: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from services.common.telemetry.logging import setup_logging
-
-    setup_logging("gateway", level="debug")
     async with rig(api_keys_file=keys) as r:
         await r.client.post(
             "/v1/completions",

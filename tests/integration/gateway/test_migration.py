@@ -1,6 +1,7 @@
 """A worker is lost on the way: its sequences go on elsewhere, or the client is told."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +288,38 @@ async def test_vanished_record_removes_nobody(rig: Any) -> None:
         await until(lambda: r.client.get("/v1/models"), lambda a: not a.json()["data"], within_s=5)
         answer = await r.client.post("/v1/completions", json=completion_body("tiny", PROMPT))
         assert answer.status_code == 404
+
+
+async def test_slow_is_not_refused(rig: Any, tiny_model_path: Path) -> None:
+    """A worker that accepts and says nothing (stopped, or busy) is avoided, not called gone."""
+    stopped = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+    port = stopped.sockets[0].getsockname()[1]
+    workers = [TokenWorker("w1", tiny_model_path)]
+    silent = TokenWorker("w0", tiny_model_path)
+    silent.port = port
+    router = FakeRouter("r0", lambda q: choose(q, [silent.instance, workers[0].instance]))
+    async with rig(workers=workers, router=router, connect_timeout_s=0.3) as r:
+        r.discovery.put(silent.instance)
+        answer = await r.client.post(
+            "/v1/completions", json=completion_body("tiny", PROMPT, max_tokens=2)
+        )
+        assert answer.status_code == 200 and answer.headers["x-forebay-worker"] == "w1"
+        await router.until(lambda: len(router.releases) == 1)
+        assert not router.releases[0].worker_unreachable
+    stopped.close()
+
+
+async def test_refused_by_another_life(rig: Any) -> None:
+    """The router means a worker's next life, which we don't know yet: that one is not blamed."""
+    async with rig(workers=2) as r:
+        first, second = r.workers
+        await first.kill()
+        r.router.decide = lambda q: choose(
+            q, [replace(first.instance, incarnation=77), second.instance]
+        )
+        answer = await r.client.post(
+            "/v1/completions", json=completion_body("tiny", PROMPT, max_tokens=2)
+        )
+        assert answer.status_code == 200
+        await r.router.until(lambda: len(r.router.releases) == 1)
+        assert not r.router.releases[0].worker_unreachable

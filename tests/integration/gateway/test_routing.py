@@ -29,7 +29,8 @@ async def test_what_the_router_is_asked(rig: Any) -> None:
         assert list(route.block_hashes) == block_keys(PROMPT, 32, cache_salt=work.cache_salt)
         assert work.cache_salt and work.cache_salt != "s"
         assert (route.model, route.block_size_tokens, route.prompt_tokens) == ("tiny", 32, 100)
-        assert (route.sequences, route.priority, route.expected_output_tokens) == (2, 3, 1)
+        assert (route.sequences, route.priority, route.expected_output_tokens) == (2, -3, 1)
+        assert work.priority == 3
         assert route.request_id == answer.headers["x-request-id"]
         assert work.attempt_id == r.router.issued[0]
         assert work.client_request_id == answer.headers["x-request-id"]
