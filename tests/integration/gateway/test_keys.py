@@ -80,7 +80,7 @@ async def test_tenants_never_share_a_block(rig: Any, keys: str) -> None:
 
 
 @pytest.fixture
-def debug_log() -> Iterator[None]:
+def debug_log(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     """The real log at its most talkative; everything as before afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

@@ -1,6 +1,7 @@
 """A worker is lost on the way: its sequences go on elsewhere, or the client is told."""
 
 import asyncio
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -292,11 +293,10 @@ async def test_vanished_record_removes_nobody(rig: Any) -> None:
 
 async def test_slow_is_not_refused(rig: Any, tiny_model_path: Path) -> None:
     """A worker that accepts and says nothing (stopped, or busy) is avoided, not called gone."""
-    stopped = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
-    port = stopped.sockets[0].getsockname()[1]
+    stopped = socket.create_server(("127.0.0.1", 0))
     workers = [TokenWorker("w1", tiny_model_path)]
     silent = TokenWorker("w0", tiny_model_path)
-    silent.port = port
+    silent.port = stopped.getsockname()[1]
     router = FakeRouter("r0", lambda q: choose(q, [silent.instance, workers[0].instance]))
     async with rig(workers=workers, router=router, connect_timeout_s=0.3) as r:
         r.discovery.put(silent.instance)
