@@ -177,7 +177,8 @@ async def test_stop_etcd(
         finally:
             if repetition % 2:
                 etcd.wipe()
-            await asyncio.to_thread(etcd.start)
+            etcd.start(wait=False)  # here: what a thread starts dies with the thread
+            await asyncio.to_thread(etcd.wait_healthy)
 
         async def registered() -> set[str]:
             await all_there(router, workers)

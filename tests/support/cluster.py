@@ -31,6 +31,9 @@ class EtcdServer(Protocol):
 
     @property
     def endpoint(self) -> str: ...
+    @property
+    def alive(self) -> bool: ...
+    def start(self) -> None: ...
 
 
 class Cluster:
@@ -95,6 +98,8 @@ class Cluster:
         """Ends what is not permanent, restarts and continues what is; names of those restarted."""
         for name in [n for n in self.processes if n not in self._permanent]:
             self.processes.pop(name).close()
+        if not self.etcd.alive:
+            self.etcd.start()
         restarted = []
         for name in self._permanent:
             process = self.processes[name]

@@ -60,7 +60,7 @@ class Process:
         return None if self._popen is None else self._popen.poll()
 
     def start(self) -> None:
-        """Starts it; returns at once."""
+        """Starts it; returns at once. Main thread only: it dies with the thread that starts it."""
         assert not self.alive, f"{self.name} runs already"
         self.ready_file.unlink(missing_ok=True)
         self._stopped = False
