@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.cards import Adapter, Instance, ModelCard
@@ -17,6 +17,9 @@ Load = Callable[[str, ModelCard], Awaitable[Tokenizer]]
 """Address of a worker and its card to a tokenizer; raises FilesUnavailable or CardRefused."""
 
 _RETRY_S = (0.2, 5.0)
+_REMEMBERED_S = 300.0
+"""How long a name without workers is "no worker now" rather than "no such model"."""
+_REMEMBERED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Models:
         self._on_refused = on_refused
         self._models: dict[str, _Model] = {}
         self._unusable: dict[str, Instance] = {}
+        self._left: dict[str, float] = {}
+        """When the last worker of a name left, on the loop's clock; oldest first."""
 
     def update(self, instance: Instance) -> None:
         """A worker's record, new or changed."""
@@ -79,6 +84,18 @@ class Models:
 
     def remove(self, worker_id: str) -> None:
         """A worker is gone for good."""
+        known = self._worker(worker_id)
+        self._forget(worker_id)
+        if known is None or known.card is None:
+            return
+        for name in (known.card.model, *(a.name for a in known.card.adapters)):
+            if not self._candidates(name):
+                self._left.pop(name, None)
+                self._left[name] = asyncio.get_running_loop().time()
+                if len(self._left) > _REMEMBERED:
+                    del self._left[next(iter(self._left))]
+
+    def _forget(self, worker_id: str) -> None:
         self._unusable.pop(worker_id, None)
         for name, model in list(self._models.items()):
             model.refused.pop(worker_id, None)
@@ -106,6 +123,12 @@ class Models:
     def loading(self, name: str) -> bool:
         """Whether a model of that name is known but can't be served yet."""
         return any(m.tokenizer is None for m in self._candidates(name))
+
+    def may_return(self, name: str) -> bool:
+        """Whether an unknown name is not wrong yet: no model is known, or it was served lately."""
+        left = self._left.get(name)
+        lately = left is not None and asyncio.get_running_loop().time() - left < _REMEMBERED_S
+        return lately or not (self._models or self._unusable)
 
     async def settled(self, name: str = "") -> None:
         """Waits until the model (or adapter) of that name is loaded; without one, every known."""
@@ -148,7 +171,7 @@ class Models:
             if model.task is not None:
                 model.task.cancel()
 
-    def _candidates(self, name: str) -> Iterable[_Model]:
+    def _candidates(self, name: str) -> Sequence[_Model]:
         model = self._models.get(name)
         if model is not None:
             return [model]

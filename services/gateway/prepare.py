@@ -81,6 +81,8 @@ async def resolve_model(models: Models, name: str, *, starting: bool) -> Served:
         return served
     if models.loading(name) or starting:
         raise NoWorker(f"The model {name[:200]!r} is not ready yet.", retry_after_s=2)
+    if models.may_return(name):
+        raise NoWorker(f"No worker serves the model {name[:200]!r} now.", retry_after_s=2)
     raise ModelNotFound(name)
 
 

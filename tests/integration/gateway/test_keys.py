@@ -80,21 +80,21 @@ async def test_tenants_never_share_a_block(rig: Any, keys: str) -> None:
 
 
 @pytest.fixture
-def debug_log(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """The real log at its most talkative; everything as before afterwards."""
+def kept_logging() -> Iterator[None]:
+    """Leaves logging as it was before the test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    setup_logging("gateway", level="debug")
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
     structlog.reset_defaults()
 
 
-@pytest.mark.usefixtures("debug_log")
+@pytest.mark.usefixtures("kept_logging")
 async def test_metrics_tell_nothing(
     rig: Any, keys: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    setup_logging("gateway", level="debug")
     async with rig(api_keys_file=keys) as r:
         await r.client.post(
             "/v1/completions",
