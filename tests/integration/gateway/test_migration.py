@@ -288,7 +288,7 @@ async def test_vanished_record_removes_nobody(rig: Any) -> None:
         await r.worker.kill()
         await until(lambda: r.client.get("/v1/models"), lambda a: not a.json()["data"], within_s=5)
         answer = await r.client.post("/v1/completions", json=completion_body("tiny", PROMPT))
-        assert answer.status_code == 404
+        assert answer.status_code == 503 and answer.headers["retry-after"]
 
 
 async def test_slow_is_not_refused(rig: Any, tiny_model_path: Path) -> None:

@@ -120,6 +120,19 @@ async def test_last_one_gone() -> None:
     await models.settled()
     models.remove("a")
     assert models.resolve("m") is None and models.served() == [] and not models.loading("m")
+    assert models.may_return("m") and models.may_return("x"), "without any model nobody is wrong"
+
+
+async def test_a_name_that_was_served_lately_may_return() -> None:
+    models, _, _ = make()
+    models.update(worker("a", replace(CARD, adapters=(Adapter("org/lora", "/p"),))))
+    models.update(worker("b", replace(CARD, model="other")))
+    await models.settled()
+    assert not models.may_return("x")
+    models.remove("a")
+    assert models.may_return("m") and models.may_return("org/lora")
+    assert not models.may_return("x")
+    models.close()
 
 
 async def test_adapters() -> None:
