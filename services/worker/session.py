@@ -49,7 +49,8 @@ class Session:
         """Raises InvalidRequest for a name that is empty or in use."""
         if not request_id:
             raise InvalidRequest("request_id is empty", field="request_id")
-        if request_id in self._ids or request_id in self._starting:
+        # A last delta that was not read yet counts: what comes after it would be taken for its own.
+        if request_id in self._ids or request_id in self._starting or request_id in self._backlog:
             raise InvalidRequest(f"request_id {request_id!r} runs already", field="request_id")
 
     def refuse(self, request_id: str, exc: ForebayError) -> None:

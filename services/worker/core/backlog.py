@@ -95,5 +95,8 @@ class Backlog:
             deltas.append(share.delta(request_id))
         return Frame(self._step, tuple(deltas))
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._shares
+
     def __len__(self) -> int:
         return len(self._shares)
