@@ -1,7 +1,9 @@
 """Runs a worker: `python -m services.worker --help`."""
 
 import logging
+import os
 import sys
+import threading
 
 from services.common import lifecycle
 from services.common.telemetry.logging import setup_logging
@@ -14,7 +16,15 @@ def main() -> int:
     settings = WorkerSettings.load_or_exit()
     logging.captureWarnings(True)
     setup_logging(settings.service, level=settings.log_level, fmt=settings.log_format)
-    return lifecycle.run(lambda life: serve(settings, life))
+    code = lifecycle.run(lambda life: serve(settings, life))
+    if any(t.daemon and t.name == "engine" for t in threading.enumerate()):
+        # It was stopped while it started, or it is stuck. Python would end under a thread that is
+        # somewhere in torch, and that is an abort instead of an exit code.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

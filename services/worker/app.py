@@ -7,10 +7,10 @@ says that it serves, in health and in discovery. It stops the other way round.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from services.common.cards import Holder, Instance, InstanceKind
 from services.common.discovery import open_discovery
@@ -23,7 +23,7 @@ from services.common.telemetry.metrics import metrics_server, new_registry
 from services.common.telemetry.tracing import tracing
 from services.worker.adapters.files import DigestCache
 from services.worker.adapters.metrics import WorkerMetrics
-from services.worker.cardset import build_cards
+from services.worker.cardset import CardSet, build_cards
 from services.worker.config import WorkerSettings
 from services.worker.engines.port import Engine
 from services.worker.engines.vllm import open_vllm
@@ -35,6 +35,7 @@ from services.worker.warmup import warm_up
 
 LAST_WORDS_S = 0.5
 """Time for open sessions to send what they have, before the server closes."""
+T = TypeVar("T")
 log = get_logger(__name__)
 
 
@@ -147,9 +148,8 @@ async def worker(
             )
         )
         if engine is None:
-            engine = await _unless_stopped(life, stack, settings)
-        cards = await asyncio.to_thread(build_cards, settings.name, engine.profile, DigestCache())
-        await warm_up(engine)
+            engine = await _unless_stopped(life, stack.enter_async_context(open_vllm(settings)))
+        cards = await _unless_stopped(life, _prepare(engine, settings))
         service = WorkerService(
             engine,
             cards,
@@ -185,11 +185,15 @@ async def worker(
         yield Worker(instance, service, rpc, record, metrics)
 
 
-async def _unless_stopped(
-    life: Lifecycle, stack: AsyncExitStack, settings: WorkerSettings
-) -> Engine:
-    """Starts vLLM; raises _StoppedEarly when a stop is asked for before it is up."""
-    start = asyncio.create_task(stack.enter_async_context(open_vllm(settings)), name="engine start")
+async def _prepare(engine: Engine, settings: WorkerSettings) -> CardSet:
+    cards = await asyncio.to_thread(build_cards, settings.name, engine.profile, DigestCache())
+    await warm_up(engine)
+    return cards
+
+
+async def _unless_stopped(life: Lifecycle, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; raises _StoppedEarly when a stop is asked for before it is there."""
+    start = asyncio.create_task(work, name="start")
     stop = asyncio.create_task(life.wait_stop(), name="stop")
     await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()

@@ -701,6 +701,26 @@ async def test_the_warm_up_leaves_no_trace() -> None:
         assert (await worker.metrics())["forebay_worker_admitted_total"] == 0
 
 
+async def test_a_stop_during_the_warm_up_is_obeyed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    discovery, life = FakeDiscovery(), Lifecycle()
+    warming = asyncio.Event()
+    async with open_fake_engine() as engine:
+        # It takes the warm-up's request and never answers.
+        monkeypatch.setattr(engine, "submit", lambda request: warming.set())
+        settings = WorkerSettings(
+            model=str(engine.profile.model_dir), port=0, events_port=0, metrics_port=0
+        )
+        done = asyncio.create_task(app.main(settings, life, engine=engine, registrar=discovery))
+        async with asyncio.timeout(20):
+            await warming.wait()
+        life.stop()
+        async with asyncio.timeout(5):
+            await done
+    assert not discovery.registered_instances
+
+
 async def test_a_trace_goes_through() -> None:
     trace = "0af7651916cd43dd8448eb211c80319c"
     parent = "b7ad6b7169203331"
