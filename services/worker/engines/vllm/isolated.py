@@ -209,7 +209,10 @@ class IsolatedEngine:
                 tasks = [
                     group.create_task(self._receive(), name="engine outputs"),
                     group.create_task(self._send(), name="engine commands"),
-                    *(group.create_task(f.run(context), name="kv events") for f in self.feeds),
+                    *(
+                        group.create_task(self._follow(f, context), name="kv events")
+                        for f in self.feeds
+                    ),
                 ]
                 try:
                     yield
@@ -239,6 +242,12 @@ class IsolatedEngine:
                 self._die(exc)
                 return
             self._on_step(self._step(outputs))
+
+    async def _follow(self, feed: KvFeed, context: zmq.asyncio.Context) -> None:
+        try:
+            await feed.run(context)
+        except Exception as exc:  # the task's boundary: without its events all we say is wrong
+            self._die(exc)
 
     def _step(self, outputs: EngineCoreOutputs) -> Step:
         self._steps += 1
