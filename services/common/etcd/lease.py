@@ -103,8 +103,14 @@ class LeasedKey:
         async def renew(connection: Connection, metadata: Metadata, timeout_s: float) -> int:
             call = connection.lease.LeaseKeepAlive(metadata=metadata, timeout=timeout_s)
             try:
-                await call.write(pb.LeaseKeepAliveRequest(ID=self._lease))
-                answer = await call.read()
+                # The call's own deadline is not enough: grpc.aio's `write` never returns when the
+                # connection breaks while the call is being made.
+                async with asyncio.timeout(timeout_s + 0.2):
+                    await call.write(pb.LeaseKeepAliveRequest(ID=self._lease))
+                    answer = await call.read()
+            except TimeoutError as exc:
+                self._client.failed(connection, "a lease renewal was not answered")
+                raise ConnectionError("no answer") from exc
             finally:
                 call.cancel()
             if not isinstance(answer, pb.LeaseKeepAliveResponse):
