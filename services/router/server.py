@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from forebay.common.v1 import common_pb2
 from forebay.router.v1 import router_pb2 as pb
 from forebay.router.v1 import router_pb2_grpc
 from opentelemetry.trace import Tracer
@@ -22,10 +21,17 @@ from services.common.ids import AttemptId
 from services.common.rpc.server import Service
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.tracing import extract
+from services.router.adapters.messages import (
+    candidate_message,
+    failure_message,
+    given_blocks,
+    holder_message,
+    placement_message,
+    worker_view,
+)
 from services.router.adapters.metrics import RouterMetrics
-from services.router.core.answers import Placement, Query, Refusal, Scored
+from services.router.core.answers import Placement, Query, Refusal
 from services.router.core.placement import RouterCore
-from services.router.core.workers import HolderId, WorkerRole, WorkerStatus
 from services.router.errors import error_of, invalid
 from services.router.ports import Clock
 
@@ -36,19 +42,8 @@ _MOST_WAITING = 1024
 _TOKENS_IN_LOOP = 4096
 """Longer prompts are hashed in a thread."""
 _MOST_SEQUENCES = 1024
-
-_STATUS = {
-    WorkerStatus.JOINING: pb.WORKER_STATE_JOINING,
-    WorkerStatus.READY: pb.WORKER_STATE_READY,
-    WorkerStatus.SUSPECT: pb.WORKER_STATE_SUSPECT,
-    WorkerStatus.UNREACHABLE: pb.WORKER_STATE_SUSPECT,
-    WorkerStatus.DRAINING: pb.WORKER_STATE_DRAINING,
-}
-_ROLE = {
-    WorkerRole.BOTH: common_pb2.ROLE_BOTH,
-    WorkerRole.PREFILL: common_pb2.ROLE_PREFILL,
-    WorkerRole.DECODE: common_pb2.ROLE_DECODE,
-}
+_DECISIONS_AT_ONCE = 16
+"""Decisions before others get their turn; one takes some milliseconds for many workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +143,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         reader = asyncio.create_task(self._read(request_iterator, inbox), name="route reader")
         try:
             while asked := await inbox.take():
-                # All that arrived together is decided before anything is awaited.
-                for answer in [self._answer(one) for one in asked]:
-                    if answer is not None:
-                        yield answer
+                for start in range(0, len(asked), _DECISIONS_AT_ONCE):
+                    # What arrived together is decided before anything is awaited.
+                    few = asked[start : start + _DECISIONS_AT_ONCE]
+                    for answer in [self._answer(one) for one in few]:
+                        if answer is not None:
+                            yield answer
+                    # A long burst must not keep workers' events waiting: they would look silent.
+                    await asyncio.sleep(0)
             if self._draining:
                 raise _leaving()
         finally:
@@ -166,7 +165,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         carrier = dict(context.invocation_metadata() or ())
         if request.traceparent:
             carrier = {"traceparent": request.traceparent, "tracestate": request.tracestate}
-        return _placement(self._place(query, carrier))
+        return placement_message(self._place(query, carrier))
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         """The scorecard."""
@@ -178,37 +177,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             policy=card.policy.value,
             prompt_blocks=card.prompt_blocks,
             prompt_tokens=card.prompt_tokens,
-            candidates=[_candidate(row) for row in card.workers],
+            candidates=[candidate_message(row) for row in card.workers],
         )
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Any
     ) -> pb.ListWorkersResponse:
         """The workers as this router sees them."""
-        views = []
-        for w in self._core.workers(self._clock()):
-            report = w.load.report
-            views.append(
-                pb.WorkerView(
-                    worker=_holder(w.holder),
-                    model=w.info.model,
-                    address=w.info.address,
-                    state=_STATUS[w.status],
-                    role=_ROLE[w.info.role],
-                    running_requests=report.running_requests if report else w.load.decoding,
-                    waiting_requests=report.waiting_requests if report else w.load.queued,
-                    booked_requests=w.load.booked,
-                    indexed_blocks=w.indexed_blocks,
-                    total_blocks=w.info.total_blocks,
-                    used_blocks=report.used_blocks if report else 0,
-                    sequence=w.sequence,
-                    silence_s=w.silence_s,
-                    placements=w.placements,
-                    prompt_tokens=w.prompt_tokens,
-                    cached_tokens=w.cached_tokens,
-                    pending_prefill_tokens=w.load.queued_tokens,
-                )
-            )
+        views = [worker_view(w) for w in self._core.workers(self._clock())]
         return pb.ListWorkersResponse(workers=views, policy=self._policy, router_id=self._router_id)
 
     async def GetIndexStats(
@@ -228,7 +204,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             unknown_events=stats.unknown_events,
             digests=[
                 pb.HolderDigest(
-                    holder=_holder(holder), sequence=sequence, blocks=digest.blocks, xor=digest.xor
+                    holder=holder_message(holder),
+                    sequence=sequence,
+                    blocks=digest.blocks,
+                    xor=digest.xor,
                 )
                 for holder, sequence, digest in stats.digests
             ],
@@ -269,7 +248,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                     carrier = {"traceparent": r.traceparent, "tracestate": r.tracestate}
                     placement = self._place(asked.query, carrier)
                     return pb.RouteStreamResponse(
-                        correlation_id=number, placement=_placement(placement)
+                        correlation_id=number, placement=placement_message(placement)
                     )
                 case "release":
                     self._release(message.release)
@@ -277,11 +256,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 case _:
                     raise invalid("kind: a message must be `route` or `release`", "kind")
         except ForebayError as exc:
-            return _failure(number, exc)
+            return failure_message(number, exc)
         except Exception:
             # One request's trouble must not end the stream of all: it is logged and answered.
             log.exception("decision failed")
-            return _failure(number, Internal("the decision failed; the router's log says why"))
+            return failure_message(
+                number, Internal("the decision failed; the router's log says why")
+            )
 
     # Words and deeds.
 
@@ -329,7 +310,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if request.token_ids:
             keys, tokens, size = await self._hashed(request)
         else:
-            keys, tokens, size = _given(request)
+            keys, tokens, size = given_blocks(request)
         return Query(
             model=request.model,
             prompt_tokens=tokens,
@@ -370,79 +351,3 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
         keys = await asyncio.to_thread(hash_all) if len(tokens) > _TOKENS_IN_LOOP else hash_all()
         return keys, len(tokens), size
-
-
-def _given(request: pb.RouteRequest) -> tuple[list[int], int, int]:
-    size, tokens = request.block_size_tokens, request.prompt_tokens
-    if not tokens:
-        raise invalid(
-            "prompt_tokens: the prompt's length is required with block_hashes, at least 1; "
-            "or give token_ids",
-            "prompt_tokens",
-        )
-    if not size:
-        raise invalid(
-            "block_size_tokens: required unless token_ids are given; "
-            "it is the block size that block_hashes were made with",
-            "block_size_tokens",
-        )
-    keys = list(request.block_hashes)
-    if len(keys) > tokens // size:
-        raise invalid(
-            f"block_hashes: {len(keys)} hashes, but {tokens} prompt_tokens have only "
-            f"{tokens // size} full blocks of {size}",
-            "block_hashes",
-        )
-    return keys, tokens, size
-
-
-def _holder(h: HolderId) -> common_pb2.Holder:
-    return common_pb2.Holder(id=h.id, incarnation=h.incarnation, dp_rank=h.dp_rank)
-
-
-def _placement(p: Placement) -> pb.RouteResponse:
-    return pb.RouteResponse(
-        attempt_id=p.attempt_id,
-        worker=_holder(p.holder),
-        address=p.address,
-        predicted_cached_tokens=p.predicted_cached_tokens,
-        predicted_ttft_ms=p.predicted_ttft_s * 1000,
-        policy=p.policy.value,
-    )
-
-
-def _failure(number: int, exc: ForebayError) -> pb.RouteStreamResponse:
-    retry_s = float(exc.metadata.get("retry_after_s", 0))
-    return pb.RouteStreamResponse(
-        correlation_id=number,
-        failure=pb.RouteFailure(
-            code=exc.code.value[0],
-            reason=exc.reason,
-            message=exc.message,
-            retry_after_ms=round(retry_s * 1000),
-        ),
-    )
-
-
-def _candidate(row: Scored) -> pb.CandidateScore:
-    c, s = row.candidate, row.score
-    if c is None or s is None:
-        return pb.CandidateScore(worker=_holder(row.holder), reason=row.reason, eligible=False)
-    return pb.CandidateScore(
-        worker=_holder(row.holder),
-        g1_tokens=c.g1_tokens,
-        g2_tokens=c.g2_tokens,
-        g3_tokens=c.g3_tokens,
-        g4_tokens=c.g4_tokens,
-        uncached_tokens=c.uncached_tokens,
-        active_requests=c.active_requests,
-        queued_prefill_tokens=c.queued_tokens,
-        queue_s=s.queue_s,
-        prefill_s=s.prefill_s,
-        onboard_s=s.onboard_s,
-        imposed_s=s.imposed_s,
-        score_s=s.total_s,
-        chosen=row.chosen,
-        reason=row.reason,
-        eligible=True,
-    )

@@ -68,15 +68,12 @@ async def watch_workers(
                 except ValueError as exc:
                     log.warning("worker record ignored", worker=instance.id, why=str(exc))
                     continue
-                log.info(
-                    "worker record",
-                    worker=info.id,
-                    incarnation=info.incarnation,
-                    model=info.model,
-                    draining=info.draining,
-                )
-                core.record(info, clock())
-                followers.follow(info.id, instance.address, instance.events_address)
+                who = {"worker": info.id, "incarnation": info.incarnation}
+                log.info("worker record", **who, model=info.model, draining=info.draining)
+                if core.record(info, clock()):
+                    followers.follow(info.id, instance.address, instance.events_address)
+                else:
+                    log.warning("worker record is of a former life; do two share an id?", **who)
             case Gone(id=worker_id, incarnation=incarnation):
                 log.info("worker record vanished", worker=worker_id, incarnation=incarnation)
                 core.record_vanished(worker_id, incarnation)

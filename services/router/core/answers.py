@@ -46,6 +46,7 @@ class Bar(StrEnum):
     NOT_PINNED = "the request is pinned to another worker"
     LABELS = "lacks a label that the request asks for"
     SUSPECT = "silent, and others are there"
+    STARTING = "starts anew, and others are there"
 
 
 class RefusalKind(StrEnum):

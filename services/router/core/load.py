@@ -56,7 +56,8 @@ class PrefillDone:
 
     slot: int
     computed_tokens: int
-    admitted_at: float
+    admitted_at: float | None
+    """None when that is not known."""
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class _Request:
     booked_until: float | None = None
     decoding: bool = False
     predicted: int | None = None
-    admitted_at: float = 0.0
+    admitted_at: float | None = None
     after_report: bool = True
 
 
@@ -246,8 +247,12 @@ class LoadBook:
             before = old.get(event.attempt_id)
             self.admitted(slot, event, cached_tokens, now)
             request = self._requests[event.attempt_id]
+            # When it came nobody says: its first token then tells nothing of the engine's rate.
+            request.admitted_at = None
             if before is not None:
                 request.predicted = before.predicted
+                if before.booked_until is None:
+                    request.admitted_at = before.admitted_at
             if running.decoding:
                 sums = self._sums[slot]
                 self._count(sums, request, -1)

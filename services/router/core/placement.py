@@ -37,6 +37,7 @@ from services.router.core.answers import (
     WorkerSnapshot,
 )
 from services.router.core.cost import Candidate, CostModel, Score
+from services.router.core.eligibility import bar_of, refusal
 from services.router.core.index import Overlap, PrefixIndex
 from services.router.core.load import LoadBook, PrefillDone
 from services.router.core.policies import Key, PolicyName, make_policy
@@ -47,7 +48,6 @@ from services.router.core.workers import (
     Rank,
     Worker,
     WorkerInfo,
-    WorkerRole,
     WorkerStatus,
     WorkerTable,
 )
@@ -102,12 +102,13 @@ class RouterCore:
 
     # What discovery tells.
 
-    def record(self, info: WorkerInfo, now: float) -> None:
-        """A worker's discovery record came or changed."""
+    def record(self, info: WorkerInfo, now: float) -> bool:
+        """A worker's discovery record came or changed. False if it is of a life that is over."""
         change = self._table.record(info, now)
         self._follow(change)
         for rank in change.worker.ranks:
             self._index.set_capacity(rank.slot, change.worker.info.total_blocks)
+        return change.worker.info is info
 
     def record_vanished(self, worker_id: str, incarnation: int) -> None:
         """A worker's record went; by itself that removes nobody."""
@@ -163,9 +164,10 @@ class RouterCore:
             self._apply(event, rank, worker.info.block_size, now, outcomes, prefills)
         for slot in {p.slot for p in prefills}:
             mine = [p for p in prefills if p.slot == slot]
-            self._rates.prefills_done(
-                slot, sum(p.computed_tokens for p in mine), min(p.admitted_at for p in mine), now
-            )
+            began = [p.admitted_at for p in mine if p.admitted_at is not None]
+            # Without tokens it only marks the time.
+            tokens = sum(p.computed_tokens for p in mine) if len(began) == len(mine) else 0
+            self._rates.prefills_done(slot, tokens, min(began, default=now), now)
         return tuple(outcomes)
 
     def refused(self, worker_id: str, incarnation: int, now: float) -> bool:
@@ -232,7 +234,8 @@ class RouterCore:
         ]
         shown = {row.holder for row in rows}
         for worker in self._table:
-            bar = self._bar(worker, query, now) or Bar.SUSPECT
+            bar = bar_of(worker.info, self._table.status(worker, now), query)
+            bar = bar or (Bar.STARTING if worker.starting else Bar.SUSPECT)
             rows.extend(
                 Scored(rank.holder, bar=bar, reason=bar.value)
                 for rank in worker.ranks
@@ -317,20 +320,9 @@ class RouterCore:
 
     def _choose(self, query: Query, now: float) -> list[_Choice] | Refusal:
         """Candidates, the chosen one first."""
-        fresh: list[Worker] = []
-        suspect: list[Worker] = []
-        bars: set[Bar] = set()
-        for worker in self._table:
-            bar = self._bar(worker, query, now)
-            if bar is not None:
-                bars.add(bar)
-            elif self._table.status(worker, now) is WorkerStatus.SUSPECT:
-                suspect.append(worker)
-            else:
-                fresh.append(worker)
-        eligible = fresh or suspect
-        if not eligible:
-            return self._refusal(query, bars, now)
+        eligible = self._eligible(query, now)
+        if isinstance(eligible, Refusal):
+            return eligible
         block_size = query.block_size or 1
         # The engine computes the last token of a prompt at least, and whole blocks only.
         limit = min(len(query.keys), max(0, query.prompt_tokens - 1) // block_size)
@@ -372,56 +364,30 @@ class RouterCore:
         choices.insert(0, choices.pop(drawn))
         return choices
 
-    def _bar(self, worker: Worker, query: Query, now: float) -> Bar | None:
-        """Why a worker can't take a request; silence is judged by the caller."""
-        info = worker.info
-        if not info.serves(query.model):
-            return Bar.OTHER_MODEL
-        if query.pinned and info.id != query.pinned:
-            return Bar.NOT_PINNED
-        if info.id in query.excluded:
-            return Bar.EXCLUDED
-        if info.role is WorkerRole.PREFILL:
-            return Bar.PREFILL_ONLY
-        if query.labels and any(info.labels.get(k) != v for k, v in query.labels.items()):
-            return Bar.LABELS
-        if query.block_size and info.block_size != query.block_size:
-            return Bar.OTHER_BLOCK_SIZE
-        if info.max_model_len and query.prompt_tokens > info.max_model_len:
-            return Bar.TOO_LONG
-        match self._table.status(worker, now):
-            case WorkerStatus.DRAINING:
-                return Bar.DRAINING
-            case WorkerStatus.UNREACHABLE:
-                return Bar.UNREACHABLE
-        return None
+    def _eligible(self, query: Query, now: float) -> list[Worker] | Refusal:
+        """Workers in choice: the first class that has any.
 
-    def _refusal(self, query: Query, bars: set[Bar], now: float) -> Refusal:
-        if not self._table.remembers(query.model, now):
-            if self._synced:
-                return Refusal(
-                    RefusalKind.MODEL_NOT_FOUND, f"no worker serves the model {query.model!r}"
-                )
-            return Refusal(
-                RefusalKind.NO_WORKER,
-                f"no worker for {query.model!r} is known yet; discovery has not been read",
-            )
-        reasons = bars - {Bar.OTHER_MODEL}
-        if reasons == {Bar.OTHER_BLOCK_SIZE}:
-            sizes = sorted({w.info.block_size for w in self._table if w.info.serves(query.model)})
-            return Refusal(
-                RefusalKind.WRONG_BLOCK_SIZE,
-                f"workers of {query.model!r} have blocks of {', '.join(map(str, sizes))} tokens, "
-                f"not {query.block_size}",
-            )
-        if reasons == {Bar.TOO_LONG}:
-            most = max(w.info.max_model_len for w in self._table if w.info.serves(query.model))
-            return Refusal(
-                RefusalKind.PROMPT_TOO_LONG,
-                f"the prompt has {query.prompt_tokens} tokens, {query.model!r} takes {most}",
-            )
-        why = "; ".join(sorted(reasons)) or "none is alive"
-        return Refusal(RefusalKind.NO_WORKER, f"no worker can take {query.model!r} now ({why})")
+        First those that are there; then those that are silent or only starting; at last those that
+        refused somebody's connection and have spoken since, for that one may have been cut off.
+        """
+        first: list[Worker] = []
+        second: list[Worker] = []
+        last: list[Worker] = []
+        bars: set[Bar] = set()
+        for worker in self._table:
+            status = self._table.status(worker, now)
+            bar = bar_of(worker.info, status, query)
+            if bar is None:
+                silent = status is WorkerStatus.SUSPECT
+                (second if silent or worker.starting else first).append(worker)
+                continue
+            bars.add(bar)
+            if bar is Bar.UNREACHABLE and worker.heard_since_refusal:
+                last.append(worker)
+        if chosen := first or second or last:
+            return chosen
+        known = self._table.remembers(query.model, now)
+        return refusal(query, bars, [w.info for w in self._table], known, self._synced)
 
     def _hear(self, worker_id: str, incarnation: int, now: float) -> Worker | None:
         change = self._table.heard(worker_id, incarnation, now)

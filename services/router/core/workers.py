@@ -115,6 +115,19 @@ class Worker:
     """Refusals in a row; each doubles the time it must wait."""
     old_lives: deque[int] = field(default_factory=lambda: deque(maxlen=_OLD_LIVES))
 
+    @property
+    def starting(self) -> bool:
+        """Whether this life has only been heard so far.
+
+        A worker's ports are open long before its engine is ready; then come snapshot and record.
+        """
+        return not self.known and self.record_incarnation != self.incarnation
+
+    @property
+    def heard_since_refusal(self) -> bool:
+        """Whether it spoke after it refused a connection, too late for words under way then."""
+        return self.heard_at - self.refused_at >= _QUARANTINE_S
+
     def silence_s(self, now: float) -> float:
         """Seconds since it was last heard (or appeared)."""
         return max(0.0, now - self.heard_at)

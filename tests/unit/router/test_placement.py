@@ -352,10 +352,68 @@ class TestLiveness:
         assert rig.place().predicted_cached_tokens == 0
         # Late words of the old life change nothing.
         assert rig.core.apply(Batch("w0", 1, 9, 0, (BlocksStored(Tier.G1, KEYS),)), rig.now) == ()
-        rig.core.record(rig.info("w0", 1), rig.now)
+        assert not rig.core.record(rig.info("w0", 1), rig.now)
         (view,) = rig.core.workers(rig.now)
         assert (view.holder.incarnation, view.indexed_blocks) == (50, 0)
         rig.core.check_invariants()
+
+    def test_a_life_that_starts_is_avoided_until_it_serves(self) -> None:
+        """Ports are open and heartbeats come long before the engine is ready."""
+        rig = Rig()
+        rig.core.refused("w0", 1, rig.now)
+        rig.lives["w0"] = 50
+        assert rig.core.heard("w0", 50, rig.now)
+        assert rig.status()["w0"] is WorkerStatus.JOINING
+        assert {rig.place([i]).holder.id for i in range(10)} == {"w1"}
+        card = rig.core.explain(rig.query(), rig.now)
+        assert isinstance(card, Scorecard)
+        assert card.workers[-1].reason == "starts anew, and others are there"
+        last = rig.place(pinned="w0")
+        assert last.holder.id == "w0", "it may be ready by now"
+        rig.core.release(last.attempt_id)
+        rig.snapshot("w0")
+        assert {rig.place([i]).holder.id for i in range(100, 105)} == {"w0"}
+
+    def test_a_record_of_the_new_life_says_that_it_serves(self) -> None:
+        rig = Rig(workers=1)
+        rig.core.heard("w0", 50, rig.now)
+        rig.join("w1", 2)
+        assert rig.core.record(rig.info("w0", 50), rig.now)
+        assert {rig.place([i]).holder.id for i in range(10)} == {"w0", "w1"}
+
+    def test_one_gateway_that_reaches_nobody_does_not_take_all_from_the_others(self) -> None:
+        rig = Rig(workers=1)
+        for _ in range(6):
+            rig.core.refused("w0", 1, rig.now)
+            assert rig.refusal() is RefusalKind.NO_WORKER
+            rig.now += 0.6
+            assert rig.refusal() is RefusalKind.NO_WORKER, "nothing was heard"
+            rig.beat()
+            assert rig.place().holder.id == "w0"
+            rig.now += 10
+            rig.beat()
+        rig.core.refused("w0", 1, rig.now)
+        rig.join("w1", 2)
+        rig.now += 0.6
+        rig.beat()
+        assert {rig.place([i]).holder.id for i in range(10)} == {"w1"}, "only if nobody else is"
+
+    def test_prefills_of_unknown_age_teach_no_rate(self) -> None:
+        """After a gap: when a request in the snapshot was admitted, nobody knows."""
+        rig = Rig(workers=1)
+        before = rig.core.workers(rig.now)[0].prefill_rate
+        running = RunningRequest(RequestAdmitted(AttemptId("x"), 8000, 10, ()), False)
+        rig.snapshot("w0", (), (running,))
+        rig.now += 0.001
+        rig.say("w0", RequestFirstToken(AttemptId("x"), 0))
+        assert rig.core.workers(rig.now)[0].prefill_rate == before
+        # One whose admission was heard goes on counting from there.
+        rig.say("w0", RequestAdmitted(AttemptId("y"), 8000, 10, ()))
+        again = RunningRequest(RequestAdmitted(AttemptId("y"), 8000, 10, ()), False)
+        rig.snapshot("w0", (), (again,))
+        rig.now += 100
+        rig.say("w0", RequestFirstToken(AttemptId("y"), 0))
+        assert rig.core.workers(rig.now)[0].prefill_rate < before
 
     def test_serves_before_the_snapshot(self) -> None:
         rig = Rig(workers=0)

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from services.common.cards import Adapter, Instance, InstanceKind, ModelCard, Role
+from services.common.discovery import DiscoveryEvent, Synced, Up
 from services.common.errors import Unavailable
 from services.common.events.subscriber import FollowStats
 from services.common.ids import AttemptId, new_id
 from services.common.settings import SettingsError
-from services.router.adapters.discovery import worker_info
+from services.router.adapters.discovery import watch_workers, worker_info
 from services.router.adapters.metrics import RouterMetrics
 from services.router.config import RouterSettings
 from services.router.core.answers import Outcome
@@ -159,6 +162,55 @@ async def test_a_gateway_that_asks_faster_than_it_reads_is_bounded() -> None:
         await asyncio.sleep(0)
     assert asked < 2100
     await answers.aclose()
+
+
+async def test_a_burst_of_questions_lets_others_have_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heartbeats of workers are read by the same loop: a second of decisions would be silence."""
+    rig = Rig()
+    place, turns, decided = rig.core.place, 0, list[int]()
+
+    def counted(*args: Any) -> Any:
+        decided.append(turns)
+        return place(*args)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    monkeypatch.setattr(rig.core, "place", counted)
+
+    async def messages() -> Any:
+        for i in range(500):
+            yield pb.RouteStreamRequest(correlation_id=i, route=REQUEST)
+
+    ticking = asyncio.create_task(others())
+    answers = await rig.stream(messages())
+    ticking.cancel()
+    assert [a.correlation_id for a in answers] == list(range(500))
+    assert max(Counter(decided).values()) <= 32
+
+
+async def test_a_late_record_of_a_former_life_moves_nobody() -> None:
+    """A worker that was stopped while another took its id writes its record once more."""
+    core = RouterCore(CoreConfig(), random.Random(1))
+    followed = []
+
+    class Records:
+        async def watch(self, kind: InstanceKind | None = None) -> AsyncIterator[DiscoveryEvent]:
+            yield Up(replace(RECORD, address="old:1", events_address="old:2"))
+            yield Up(replace(RECORD, incarnation=6, address="new:1", events_address="new:2"))
+            yield Up(replace(RECORD, address="old:1", events_address="old:2"))
+            yield Synced()
+
+    followers: Any = SimpleNamespace(follow=lambda *where: followed.append(where))
+    await watch_workers(Records(), core, followers, lambda: 0.0, asyncio.Event())
+    assert followed == [("w0", "old:1", "old:2"), ("w0", "new:1", "new:2")]
+    (view,) = core.workers(0.0)
+    assert (view.holder.incarnation, view.info.address) == (6, "new:1")
 
 
 async def test_a_drain_answers_what_was_asked_and_ends() -> None:

@@ -1,0 +1,134 @@
+"""Domain values of the router as protobuf messages, and what a RouteRequest says of its blocks."""
+
+from __future__ import annotations
+
+from forebay.common.v1 import common_pb2
+from forebay.router.v1 import router_pb2 as pb
+
+from services.common.errors import ForebayError
+from services.router.core.answers import Placement, Scored, WorkerSnapshot
+from services.router.core.workers import HolderId, WorkerRole, WorkerStatus
+from services.router.errors import invalid
+
+_STATUS = {
+    WorkerStatus.JOINING: pb.WORKER_STATE_JOINING,
+    WorkerStatus.READY: pb.WORKER_STATE_READY,
+    WorkerStatus.SUSPECT: pb.WORKER_STATE_SUSPECT,
+    WorkerStatus.UNREACHABLE: pb.WORKER_STATE_SUSPECT,
+    WorkerStatus.DRAINING: pb.WORKER_STATE_DRAINING,
+}
+_ROLE = {
+    WorkerRole.BOTH: common_pb2.ROLE_BOTH,
+    WorkerRole.PREFILL: common_pb2.ROLE_PREFILL,
+    WorkerRole.DECODE: common_pb2.ROLE_DECODE,
+}
+
+
+def given_blocks(request: pb.RouteRequest) -> tuple[list[int], int, int]:
+    """Keys, prompt tokens and block size of a request that brings hashes.
+
+    Raises InvalidRequest that names the field.
+    """
+    size, tokens = request.block_size_tokens, request.prompt_tokens
+    if not tokens:
+        raise invalid(
+            "prompt_tokens: the prompt's length is required with block_hashes, at least 1; "
+            "or give token_ids",
+            "prompt_tokens",
+        )
+    if not size:
+        raise invalid(
+            "block_size_tokens: required unless token_ids are given; "
+            "it is the block size that block_hashes were made with",
+            "block_size_tokens",
+        )
+    keys = list(request.block_hashes)
+    if len(keys) > tokens // size:
+        raise invalid(
+            f"block_hashes: {len(keys)} hashes, but {tokens} prompt_tokens have only "
+            f"{tokens // size} full blocks of {size}",
+            "block_hashes",
+        )
+    return keys, tokens, size
+
+
+def holder_message(h: HolderId) -> common_pb2.Holder:
+    """A holder on the wire."""
+    return common_pb2.Holder(id=h.id, incarnation=h.incarnation, dp_rank=h.dp_rank)
+
+
+def placement_message(p: Placement) -> pb.RouteResponse:
+    """A placement on the wire."""
+    return pb.RouteResponse(
+        attempt_id=p.attempt_id,
+        worker=holder_message(p.holder),
+        address=p.address,
+        predicted_cached_tokens=p.predicted_cached_tokens,
+        predicted_ttft_ms=p.predicted_ttft_s * 1000,
+        policy=p.policy.value,
+    )
+
+
+def failure_message(number: int, exc: ForebayError) -> pb.RouteStreamResponse:
+    """Why the question `number` of a stream has no placement."""
+    retry_s = float(exc.metadata.get("retry_after_s", 0))
+    return pb.RouteStreamResponse(
+        correlation_id=number,
+        failure=pb.RouteFailure(
+            code=exc.code.value[0],
+            reason=exc.reason,
+            message=exc.message,
+            retry_after_ms=round(retry_s * 1000),
+        ),
+    )
+
+
+def candidate_message(row: Scored) -> pb.CandidateScore:
+    """A row of a scorecard on the wire."""
+    c, s = row.candidate, row.score
+    if c is None or s is None:
+        return pb.CandidateScore(
+            worker=holder_message(row.holder), reason=row.reason, eligible=False
+        )
+    return pb.CandidateScore(
+        worker=holder_message(row.holder),
+        g1_tokens=c.g1_tokens,
+        g2_tokens=c.g2_tokens,
+        g3_tokens=c.g3_tokens,
+        g4_tokens=c.g4_tokens,
+        uncached_tokens=c.uncached_tokens,
+        active_requests=c.active_requests,
+        queued_prefill_tokens=c.queued_tokens,
+        queue_s=s.queue_s,
+        prefill_s=s.prefill_s,
+        onboard_s=s.onboard_s,
+        imposed_s=s.imposed_s,
+        score_s=s.total_s,
+        chosen=row.chosen,
+        reason=row.reason,
+        eligible=True,
+    )
+
+
+def worker_view(w: WorkerSnapshot) -> pb.WorkerView:
+    """A worker on the wire."""
+    report = w.load.report
+    return pb.WorkerView(
+        worker=holder_message(w.holder),
+        model=w.info.model,
+        address=w.info.address,
+        state=_STATUS[w.status],
+        role=_ROLE[w.info.role],
+        running_requests=report.running_requests if report else w.load.decoding,
+        waiting_requests=report.waiting_requests if report else w.load.queued,
+        booked_requests=w.load.booked,
+        indexed_blocks=w.indexed_blocks,
+        total_blocks=w.info.total_blocks,
+        used_blocks=report.used_blocks if report else 0,
+        sequence=w.sequence,
+        silence_s=w.silence_s,
+        placements=w.placements,
+        prompt_tokens=w.prompt_tokens,
+        cached_tokens=w.cached_tokens,
+        pending_prefill_tokens=w.load.queued_tokens,
+    )
