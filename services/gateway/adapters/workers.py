@@ -190,7 +190,12 @@ class WorkerLink:
                 opening = pb.SessionOpen(
                     gateway_id=self._gateway_id, worker_incarnation=self.instance.incarnation
                 )
-                await call.write(pb.SessionRequest(open=opening))
+                # grpc.aio's first `write` never returns when the connection breaks under it.
+                try:
+                    async with asyncio.timeout(self._connect_timeout_s):
+                        await call.write(pb.SessionRequest(open=opening))
+                except TimeoutError:
+                    raise SessionEnded("the session could not be opened in time") from None
                 self._set(LinkState.UP)
                 log.info("worker session up", worker=self.id, address=self.instance.address)
                 async with asyncio.TaskGroup() as tasks:
