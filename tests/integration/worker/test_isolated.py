@@ -15,7 +15,8 @@ async def test_an_engine_whose_events_can_t_be_read_is_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from services.worker.engines.port import EngineDead
-    from services.worker.engines.vllm.isolated import IsolatedEngine, KvFeed
+    from services.worker.engines.vllm.isolated import IsolatedEngine
+    from services.worker.engines.vllm.kvfeed import KvFeed
 
     async def broken(self: Any, context: Any) -> None:
         raise ValueError("not a batch of events")
