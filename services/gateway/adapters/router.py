@@ -24,6 +24,11 @@ log = get_logger(__name__)
 
 _MAX_QUEUED = 4096
 _BACKOFF_S = (0.1, 1.0)
+_LOOKS = 4
+"""Silence is judged in so many looks, not by a clock alone: when our own loop lags, answers that
+have arrived are read between two looks, and no router is blamed for our being slow."""
+_PATIENCE = 10
+"""One question may wait so many timeouts at a router that does answer others."""
 
 
 class NoRouter(Unavailable):
@@ -34,6 +39,10 @@ class NoRouter(Unavailable):
 
 class _Lost(Exception):
     """The stream that carried a question broke."""
+
+
+class _Silent(_Lost):
+    """The router answers nothing at all."""
 
 
 class _State(StrEnum):
@@ -58,7 +67,7 @@ class Routers:
         self._pending: dict[int, asyncio.Future[pb.RouteStreamResponse]] = {}
         self._outbox: deque[pb.RouteStreamRequest] = deque()
         self._filled = asyncio.Event()
-        self._stream = 0
+        self._heard = 0
         self._leave = asyncio.Event()
         self.current = ""
         """Id of the router in use; empty without one."""
@@ -109,10 +118,12 @@ class Routers:
             router_id = min(self._targets, key=lambda r: (r in self._failed, random.random()))
             if self._state is not _State.AWAY:
                 self._set(_State.CONNECTING)
+            silent = False
             try:
                 await self._converse(router_id, self._targets[router_id])
             except (_Lost, Unreachable) as exc:
                 was_up = self._state is _State.UP
+                silent = isinstance(exc, _Silent)
                 if was_up or router_id not in self._failed:
                     log.warning("router stream down", router=router_id, why=str(exc))
                 self._failed.add(router_id)
@@ -121,13 +132,14 @@ class Routers:
                 was_up = self._state is _State.UP
                 log.error("router stream failed", router=router_id, exc_info=exc)
                 self._failed.add(router_id)
-            self._drop_pending()
+            alone = len(self._targets) < 2
+            self._drop_pending(silent=silent and alone)
             if router_id in self._vanished:
                 self._vanished.discard(router_id)
                 self.remove(router_id)
             if not self._targets:
                 self._set(_State.IDLE)
-            elif was_up:
+            elif was_up and not (silent and alone):
                 self._set(_State.CONNECTING)
                 pause = _BACKOFF_S[0]
             elif self._failed.issuperset(self._targets):
@@ -143,7 +155,6 @@ class Routers:
         """
         for _ in range(2):
             await self._connected()
-            stream = self._stream
             if len(self._outbox) >= _MAX_QUEUED:
                 raise NoRouter("the router takes nothing", reason="ROUTER_BUSY")
             number = next(self._numbers)
@@ -151,16 +162,12 @@ class Routers:
             answer = self._pending[number] = asyncio.get_running_loop().create_future()
             self._post(pb.RouteStreamRequest(correlation_id=number, route=_to_route(ask)))
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(_PATIENCE * self._timeout_s):
                     return _to_placement(await answer)
             except _Lost:
                 continue
             except TimeoutError:
-                if stream == self._stream:
-                    self._leave.set()  # it may be stopped: the next ones should not wait for it too
-                raise NoRouter(
-                    f"the router did not answer in {self._timeout_s:g} s", reason="ROUTER_TIMEOUT"
-                ) from None
+                raise NoRouter("the router keeps us waiting", reason="ROUTER_TIMEOUT") from None
             finally:
                 self._pending.pop(number, None)
         raise NoRouter("the router's stream broke twice")
@@ -195,7 +202,6 @@ class Routers:
             call: Any = pb_grpc.RouterServiceStub(channel).RouteStream()
             self._leave.clear()
             self._outbox.clear()
-            self._stream += 1
             self.current = router_id
             self._failed.clear()
             self._set(_State.UP)
@@ -204,16 +210,19 @@ class Routers:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._write(call), name="router-writer")
                     tasks.create_task(self._watch_leave(), name="router-leave")
+                    tasks.create_task(self._watch_silence(), name="router-silence")
                     async for message in call:
                         self._take(message)
                     raise _Lost("the router closed the stream")
             except BaseExceptionGroup as group:
-                raise _Lost(why_ended(group, _Lost)) from None
+                kind = _Silent if group.subgroup(_Silent) else _Lost
+                raise kind(why_ended(group, _Lost)) from None
             finally:
                 self.current = ""
                 call.cancel()
 
     def _take(self, message: pb.RouteStreamResponse) -> None:
+        self._heard += 1
         answer = self._pending.get(message.correlation_id)
         if answer is not None and not answer.done():
             answer.set_result(message)
@@ -235,6 +244,16 @@ class Routers:
         await self._leave.wait()
         raise _Lost("left for another router")
 
+    async def _watch_silence(self) -> None:
+        """Leaves a router that answers nothing though it is asked: it may be stopped."""
+        heard, looks = self._heard, 0
+        while looks < _LOOKS:
+            await asyncio.sleep(self._timeout_s / _LOOKS)
+            waiting = any(not answer.done() for answer in self._pending.values())
+            looks = looks + 1 if waiting and self._heard == heard else 0
+            heard = self._heard
+        raise _Silent(f"no answer in {self._timeout_s:g} s")
+
     def _post(self, message: pb.RouteStreamRequest) -> None:
         self._outbox.append(message)
         self._filled.set()
@@ -245,11 +264,16 @@ class Routers:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    def _drop_pending(self) -> None:
+    def _drop_pending(self, *, silent: bool) -> None:
+        """Ends all waits: to ask again, or, for the only router's silence, to go without."""
         pending, self._pending = self._pending, {}
         for answer in pending.values():
             if not answer.done():
-                answer.set_exception(_Lost())
+                answer.set_exception(
+                    NoRouter(f"no answer in {self._timeout_s:g} s", reason="ROUTER_TIMEOUT")
+                    if silent
+                    else _Lost()
+                )
 
 
 def _to_route(ask: Ask) -> pb.RouteRequest:

@@ -109,11 +109,12 @@ async def test_two_thousand_streams(rig: Any) -> None:
             await writer.wait_closed()
             return b"HTTP/1.1 200 " in answer and answer.count(b'"finish_reason":"length"') == 1
 
+        async def all_there() -> int:
+            return sum(len(w.running) for w in r.workers)
+
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(i)) for i in range(2000)]
-            await r.worker.until(
-                lambda: sum(len(w.running) for w in r.workers) == 2000, timeout_s=60
-            )
+            await until(all_there, lambda n: n == 2000, within_s=60, what="streams", every_s=0.1)
             assert await r.metric("requests_in_flight") == 2000.0
             for worker in r.workers:
                 worker.step(3)
