@@ -1,11 +1,16 @@
 """Fixtures and hooks for all tests. Each test has its own event loop; nothing here starts one."""
 
+import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 
 from tests.models import default_cache_dir, tiny_model
+
+# As the worker sets it for its own process, and before any test imports torch: what vLLM compiles at
+# its first use wants a C++ compiler, which a plain Debian lacks.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 LOGS = pytest.StashKey[Callable[[], list[tuple[str, str]]]]()
 """On an item: gives (title, text) sections for its report when it fails."""

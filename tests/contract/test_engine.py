@@ -505,7 +505,7 @@ async def test_reset_is_refused_while_requests_run(engine: Harness) -> None:
         {"stop_token_ids": tuple(range(VOCAB_SIZE)), "min_tokens": 3},
         {"top_p": 1e-300, "min_p": 1.0},
     ],
-    ids=str,
+    ids=lambda extreme: "-".join(f"{k}={v}"[:32] for k, v in extreme.items()),
 )
 async def test_extremes_hurt_nobody(engine: Harness, extreme: dict[str, object]) -> None:
     usual = tokens(await engine.run(prompt(40)))
