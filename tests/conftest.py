@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import default_cache_dir, tiny_model
 
-# As the worker sets it for its own process, and before any test imports torch: what vLLM compiles at
+# As the worker sets it for its own process, before any test imports torch: what vLLM compiles at
 # its first use wants a C++ compiler, which a plain Debian lacks.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
