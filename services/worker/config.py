@@ -62,7 +62,7 @@ class WorkerSettings(ServiceSettings):
     role: Role = Role.BOTH
     """Routing label: both, prefill or decode."""
     dtype: str = "auto"
-    """Number format of weights and KV: auto (the model's own), bfloat16, float16 or float32."""
+    """Number format: auto (the model's own; float32 on x86 without AVX-512), bfloat16 ..."""
     kv_cache_gb: float | None = Field(default=None, gt=0)
     """GiB of KV cache (G1). Absent: a few requests of full length (CPU), or the engine's choice."""
     max_model_len: int | None = Field(default=None, ge=1)
