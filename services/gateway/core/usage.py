@@ -12,8 +12,8 @@ class Usage:
 
     `prompt_tokens` counts each prompt once, however many choices were made of it;
     `completion_tokens` is the sum over choices; `cached_tokens` are prompt tokens that the engine
-    did not compute, the largest of the choices of a prompt (later choices of the same prompt would
-    only flatter).
+    did not compute, as the first choice of each prompt tells (the later ones find what it computed,
+    and would only flatter).
     """
 
     prompt_tokens: int
