@@ -101,9 +101,9 @@ def engine_config(
 def _dtype(settings: WorkerSettings) -> str:
     """The number format to ask for on a CPU.
 
-    x86 without AVX-512 has no arithmetic in 16 bits: there a prompt takes 5 times as long in
-    bfloat16 as in float32 (SmolLM2-135M, one AVX2 core: 38 and 200 tokens a second). So "auto" is
-    float32 there, if the model is not quantized and its weights leave room for twice their size.
+    x86 without AVX-512 has no arithmetic in 16 bits: there a prompt takes several times as long in
+    bfloat16 as in float32. So "auto" is float32 there, if the model is not quantized and its
+    weights leave room for twice their size.
     """
     folder = Path(settings.model)
     lacking = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
