@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
@@ -30,6 +30,7 @@ from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.spans import RequestSpan
 from services.worker.cardset import CardSet
 from services.worker.core.blocks import BlockMirror
+from services.worker.core.loads import LoadBook
 from services.worker.core.model import Delta, Failure, FinishReason, Generation
 from services.worker.core.requests import RequestBook
 from services.worker.core.validation import Limits, adapter_of, check
@@ -109,9 +110,10 @@ class WorkerService:
         self._mirror = BlockMirror()
         self._live: dict[str, _Live] = {}
         self._step = 0
-        self._loads: dict[int, LoadReport] = {}
-        self._told: dict[int, LoadReport] = {}
-        self._told_s = 0.0
+        ranks = max(1, engine.profile.dp_size)
+        self._loads = LoadBook(
+            ranks, engine.profile.total_blocks // ranks, self._options.load_report_interval_s
+        )
         self._load_timer: asyncio.TimerHandle | None = None
         self._watchdog = Watchdog(self._options.watchdog_s)
         self._idle = asyncio.Event()
@@ -120,10 +122,8 @@ class WorkerService:
         self.dead: asyncio.Future[EngineDead] = self._loop.create_future()
         self.changed = asyncio.Event()
         """Set whenever `serving` may have changed."""
-        blocks = engine.profile.total_blocks // max(1, engine.profile.dp_size)
-        for rank in range(engine.profile.dp_size):
-            self._loads[rank] = LoadReport(total_blocks=blocks, dp_rank=rank)
-            metrics.load(self._loads[rank])
+        for load in self._loads.reports():
+            metrics.load(load)
         engine.listen(self._on_step, self._on_death)
 
     @property
@@ -237,7 +237,7 @@ class WorkerService:
             sequence=self._publisher.sequence,
             blocks=self._mirror.blocks(),
             requests=self._book.requests(),
-            load=self._loads[0],
+            load=self._loads.reports()[0],
         )
 
     async def reset_cache(self) -> int:
@@ -300,8 +300,7 @@ class WorkerService:
         for output in step.outputs:
             events.extend(self._on_output(step.number, output))
         for load in step.loads:
-            self._loads[load.dp_rank] = self._report(load, step.number)
-            self._metrics.load(self._loads[load.dp_rank])
+            self._take_load(load, step.number)
         events.extend(self._due_loads())
         self._publish(events)
 
@@ -377,40 +376,29 @@ class WorkerService:
         )
         self._metrics.finished.labels(finish).inc()
 
-    def _report(self, load: EngineLoad, step: int) -> LoadReport:
+    def _take_load(self, load: EngineLoad, step: int) -> None:
         pending = load.pending_prefill_tokens
-        return replace(
-            self._loads[load.dp_rank],
+        if pending is None:
+            pending = self._book.pending_prefill_tokens()
+        report = LoadReport(
             running_requests=load.running,
             waiting_requests=load.waiting,
-            pending_prefill_tokens=(
-                self._book.pending_prefill_tokens() if pending is None else pending
-            ),
+            pending_prefill_tokens=pending,
             used_blocks=load.used_blocks,
             steps=step,
+            dp_rank=load.dp_rank,
         )
+        self._metrics.load(self._loads.update(report))
 
-    def _due_loads(self) -> list[LoadReport]:
-        """Loads to be told now: changed ones, once in the interval at most, idle ones at once."""
-        changed = [
-            load
-            for rank, load in self._loads.items()
-            if replace(load, steps=0) != self._told.get(rank)
-        ]
-        if not changed:
-            return []
-        wait_s = self._told_s + self._options.load_report_interval_s - self._loop.time()
-        idle = all(not load.running_requests and not load.waiting_requests for load in changed)
-        if wait_s > 0 and not idle:
-            if self._load_timer is None:
-                self._load_timer = self._loop.call_later(wait_s, self._tell_loads)
-            return []
-        if self._load_timer is not None:
-            self._load_timer.cancel()
-            self._load_timer = None
-        self._told_s = self._loop.time()
-        self._told.update((load.dp_rank, replace(load, steps=0)) for load in changed)
-        return changed
+    def _due_loads(self) -> Sequence[LoadReport]:
+        due = self._loads.due(self._loop.time())
+        if due.again_s is None:
+            if self._load_timer is not None:
+                self._load_timer.cancel()
+                self._load_timer = None
+        elif self._load_timer is None:
+            self._load_timer = self._loop.call_later(due.again_s, self._tell_loads)
+        return due.reports
 
     def _tell_loads(self) -> None:
         self._load_timer = None
@@ -429,11 +417,8 @@ class WorkerService:
             live.sink.push(
                 self._step, Delta(live.request_id, finish=FinishReason.ERROR, failure=failure)
             )
-        for rank, load in self._loads.items():
-            self._loads[rank] = LoadReport(
-                total_blocks=load.total_blocks, steps=load.steps, dp_rank=rank
-            )
-            self._metrics.load(self._loads[rank])
+        for load in self._loads.clear():
+            self._metrics.load(load)
         events.extend(self._due_loads())
         self._publish(events)
         self.changed.set()
