@@ -114,6 +114,10 @@ async def test_unsupported_starts_anew_when_nothing_was_shown(rig: Any, text_of:
         task = asyncio.create_task(r.client.post("/v1/completions", json=body))
         await first.until(lambda: len(first.running) == 1)
         first.step(2)
+        tokens = "time_to_first_token_seconds_count"
+        await until(
+            lambda: r.metric(tokens, model="tiny"), within_s=10, what="tokens at the gateway"
+        )
         await first.kill()
         await second.until(lambda: len(second.running) == 1)
         assert not second.running[0].request.prior_output_token_ids
