@@ -15,7 +15,7 @@ from tests.support.client import (
     metric,
     stream,
 )
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, SEQUENCES, Cluster
 from tests.support.polling import until
 from tests.support.words import prose
 
@@ -36,7 +36,13 @@ async def gone(
     cluster: Cluster, workers: dict[str, WorkerClient], gateway: str = "gateway-0"
 ) -> None:
     """Nothing runs or waits any more, and every gauge says exactly 0."""
-    await until(lambda: running(workers), lambda n: n == 0, within_s=WITHIN_S, what="idle engines")
+    await until(
+        lambda: running(workers),
+        lambda n: n == 0,
+        within_s=WITHIN_S,
+        what="idle engines",
+        every_s=0.05,
+    )
 
     async def gauges() -> dict[str, float]:
         address = cluster.ready(gateway).metrics_address
@@ -89,13 +95,19 @@ async def test_46_a_client_leaves_while_queued(
     cluster: Cluster, workers: dict[str, WorkerClient], start: Start
 ) -> None:
     async with http_client(cluster.url()) as busy, http_client(cluster.url()) as client:
-        # More than both engines take into a batch (32 each): the rest waits.
-        full = [asyncio.ensure_future(streaming(busy, i)) for i in range(64)]
-        await until(lambda: running(workers), lambda n: n >= 64, within_s=20, what="full engines")
+        batches = 2 * SEQUENCES  # what both engines take; the rest waits
+        full = [asyncio.ensure_future(streaming(busy, i)) for i in range(batches)]
+        await until(
+            lambda: running(workers), lambda n: n >= batches, within_s=20, what="full engines"
+        )
         tasks = [asyncio.ensure_future(start(client, 100 + i)) for i in range(10)]
-        await until(lambda: running(workers), lambda n: n >= 74, within_s=10, what="a queue")
+        await until(
+            lambda: running(workers), lambda n: n >= batches + 10, within_s=10, what="a queue"
+        )
         await leave(tasks)
-        await until(lambda: running(workers), lambda n: n <= 64, within_s=WITHIN_S, what="no queue")
+        await until(
+            lambda: running(workers), lambda n: n <= batches, within_s=WITHIN_S, what="no queue"
+        )
         assert not any(t.done() for t in full), "the others go on"
         await leave(full)
         await gone(cluster, workers)

@@ -4,6 +4,7 @@
 one cluster: starting an engine is what costs time.
 """
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from tests.support.processes import Process, Ready
 MODEL = "org/tiny"
 """Name under which the tiny model is served: with a slash, as real names have one."""
 
+SEQUENCES = 16
+"""Requests that an engine takes into its batch; more wait."""
 WORKER_FLAGS: dict[str, object] = {
     "dtype": "float32",
     "kv_cache_gb": 0.125,
     "max_model_len": 4096,
-    "engine_args": '{"max_num_seqs": 32}',
+    "engine_args": json.dumps({"max_num_seqs": SEQUENCES}),
 }
 ETCD_LEASE_S = 3.0
 """Lease of all processes: shorter than in production, so that tests see leases expire."""
