@@ -165,8 +165,10 @@ class Gateway:
 
 
 @asynccontextmanager
-async def session(worker: Rig, incarnation: int = 0) -> AsyncIterator[Gateway]:
-    stream = worker.stub.Session()
+async def session(
+    worker: Rig, incarnation: int = 0, stub: worker_pb2_grpc.WorkerServiceStub | None = None
+) -> AsyncIterator[Gateway]:
+    stream = (stub or worker.stub).Session()
     gateway = Gateway(stream)
     await gateway.send(open=pb.SessionOpen(gateway_id="g", worker_incarnation=incarnation))
     try:
@@ -386,10 +388,12 @@ async def test_too_many_requests_are_refused() -> None:
 
 
 async def test_who_reads_slowly_loses_its_request_and_others_go_on() -> None:
-    # Wide log probabilities fill the stream's window quickly.
+    # Wide log probabilities fill the stream's window quickly, as it doesn't grow with the speed.
+    narrow = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
     async with (
         rig(backlog_tokens=3000) as worker,
-        session(worker) as slow,
+        grpc.aio.insecure_channel(worker.instance.address, options=narrow) as channel,
+        session(worker, stub=worker_pb2_grpc.WorkerServiceStub(channel)) as slow,
         session(worker) as quick,
     ):
         await slow.send(generate=request("a", max_tokens=5000, sampling={"logprobs": 20}))
