@@ -9,6 +9,7 @@ A field that is null counts as absent. Numbers are numbers: "4", 4.5 and true ar
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
@@ -219,9 +220,9 @@ class GenerationRequest(_Strict):
         return "prompt"
 
     @property
+    @abstractmethod
     def wanted_logprobs(self) -> int | None:
         """Alternatives wanted at each position; 0: only the chosen token; None: nothing."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
