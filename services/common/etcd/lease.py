@@ -11,6 +11,7 @@ from etcdserverpb import rpc_pb2 as pb
 
 from services.common.etcd.client import Backoff, Connection, EtcdClient, Metadata
 from services.common.etcd.config import EtcdRefused, EtcdUnavailable
+from services.common.rpc.stream import send
 from services.common.telemetry.logging import get_logger
 
 log = get_logger(__name__)
@@ -106,7 +107,7 @@ class LeasedKey:
                 # The call's own deadline is not enough: grpc.aio's `write` never returns when the
                 # connection breaks while the call is being made.
                 async with asyncio.timeout(timeout_s + 0.2):
-                    await call.write(pb.LeaseKeepAliveRequest(ID=self._lease))
+                    await send(call, pb.LeaseKeepAliveRequest(ID=self._lease))
                     answer = await call.read()
             except TimeoutError as exc:
                 self._client.failed(connection, "a lease renewal was not answered")

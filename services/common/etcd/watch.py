@@ -19,6 +19,7 @@ from etcdserverpb import rpc_pb2 as pb
 
 from services.common.etcd.client import Backoff, EtcdClient, prefix_end
 from services.common.etcd.config import EtcdRefused, EtcdUnavailable
+from services.common.rpc.stream import StreamEnded, send
 from services.common.telemetry.logging import get_logger
 
 log = get_logger(__name__)
@@ -147,8 +148,7 @@ async def _stream(
         # hasleader: a member cut off from the others ends the watch instead of going silent.
         metadata = (*await client.metadata(connection), ("hasleader", "true"))
         call = connection.watch.Watch(metadata=metadata)
-        async with asyncio.timeout(stall_s):
-            await call.write(pb.WatchRequest(create_request=create))
+        await send(call, pb.WatchRequest(create_request=create), timeout_s=stall_s)
         asked = True
         while True:
             # A pending read is never cancelled: grpc.aio would end the whole call with it.
@@ -158,8 +158,7 @@ async def _stream(
                 if asked:
                     raise _Lost(f"no sign of life for {stall_s} s")
                 asked = True
-                async with asyncio.timeout(stall_s):
-                    await call.write(progress)
+                await send(call, progress, timeout_s=stall_s)
                 continue
             response = read.result()
             read, asked = None, False
@@ -174,7 +173,7 @@ async def _stream(
                 return
             if response.events:
                 yield response
-    except (grpc.aio.AioRpcError, TimeoutError, asyncio.CancelledError, _Lost) as exc:
+    except (grpc.aio.AioRpcError, StreamEnded, asyncio.CancelledError, _Lost) as exc:
         if isinstance(exc, asyncio.CancelledError) and not client.given_up(connection):
             raise
         why = exc.details() or exc.code().name if isinstance(exc, grpc.RpcError) else str(exc)

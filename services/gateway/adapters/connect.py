@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 
 from services.common.rpc.errors import translate
+from services.common.rpc.stream import StreamEnded
 
 
 class Unreachable(Exception):
@@ -51,8 +52,7 @@ async def _refuses(address: str) -> bool:
 
 def why_ended(group: BaseExceptionGroup[Any], *expected: type[Exception]) -> str:
     """Why a stream's tasks ended. Raises the group again when it holds something unexpected."""
-    # InvalidStateError: we wrote to a call that had just ended.
-    known: tuple[type[Exception], ...] = (grpc.RpcError, asyncio.InvalidStateError, *expected)
+    known: tuple[type[Exception], ...] = (grpc.RpcError, StreamEnded, *expected)
     _, rest = group.split(known)
     if rest is not None:
         raise group

@@ -16,6 +16,7 @@ from services.common.cards import Holder
 from services.common.errors import Overloaded, Unavailable, error_from_number
 from services.common.ids import AttemptId
 from services.common.rpc.channel import open_channel
+from services.common.rpc.stream import send
 from services.common.telemetry.logging import get_logger
 from services.gateway.adapters.connect import Unreachable, connected, why_ended
 from services.gateway.ports import Ask, PlacedBy, Placement
@@ -236,7 +237,7 @@ class Routers:
     async def _write(self, call: Any) -> None:
         while True:
             while self._outbox:
-                await call.write(self._outbox.popleft())
+                await send(call, self._outbox.popleft())
             self._filled.clear()
             await self._filled.wait()
 

@@ -20,6 +20,7 @@ from forebay.worker.v1 import worker_pb2_grpc as pb_grpc
 
 from services.common.cards import Instance
 from services.common.rpc.channel import open_channel
+from services.common.rpc.stream import StreamEnded, send
 from services.common.telemetry.logging import get_logger
 from services.gateway.adapters.connect import Unreachable, connected, why_ended
 from services.gateway.adapters.generate import merge, to_generate
@@ -190,12 +191,7 @@ class WorkerLink:
                 opening = pb.SessionOpen(
                     gateway_id=self._gateway_id, worker_incarnation=self.instance.incarnation
                 )
-                # grpc.aio's first `write` never returns when the connection breaks under it.
-                try:
-                    async with asyncio.timeout(self._connect_timeout_s):
-                        await call.write(pb.SessionRequest(open=opening))
-                except TimeoutError:
-                    raise SessionEnded("the session could not be opened in time") from None
+                await send(call, pb.SessionRequest(open=opening), timeout_s=self._connect_timeout_s)
                 self._set(LinkState.UP)
                 log.info("worker session up", worker=self.id, address=self.instance.address)
                 async with asyncio.TaskGroup() as tasks:
@@ -205,6 +201,8 @@ class WorkerLink:
                     raise SessionEnded("the worker closed the session")
             except grpc.RpcError as exc:
                 raise SessionEnded(exc.details() or exc.code().name) from exc
+            except StreamEnded as exc:
+                raise SessionEnded(str(exc)) from exc
             except BaseExceptionGroup as group:
                 raise SessionEnded(why_ended(group, SessionEnded)) from None
             finally:
@@ -231,9 +229,9 @@ class WorkerLink:
                 item = self._outbox.popleft()
                 if isinstance(item, str):
                     abort = pb.AbortRequest(request_id=item)
-                    await call.write(pb.SessionRequest(abort=abort))
+                    await send(call, pb.SessionRequest(abort=abort))
                 elif item.request_id in self._running:
-                    await call.write(pb.SessionRequest(generate=to_generate(item)))
+                    await send(call, pb.SessionRequest(generate=to_generate(item)))
             self._filled.clear()
             await self._filled.wait()
 

@@ -1,4 +1,4 @@
-"""An etcd that ends calls with CANCELLED, or never answers: the lease goes on."""
+"""An etcd that ends calls at a bad moment, or never answers: leases and watches go on."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,6 +12,7 @@ from etcdserverpb import rpc_pb2_grpc as stubs
 from services.common.etcd.client import open_etcd
 from services.common.etcd.config import EtcdConfig
 from services.common.etcd.lease import leased_key
+from services.common.etcd.watch import Listed, watch_prefix
 from tests.support.polling import until
 
 
@@ -48,6 +49,8 @@ async def serving(servicer: Moody) -> AsyncIterator[str]:
     server = grpc.aio.server()
     stubs.add_LeaseServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     stubs.add_KVServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    if isinstance(servicer, stubs.WatchServicer):
+        stubs.add_WatchServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -112,3 +115,50 @@ async def test_our_own_cancellation_still_ends_a_call() -> None:
         task.cancel()
         await asyncio.wait({task}, timeout=2)
         assert task.cancelled()
+
+
+async def test_a_watch_outlives_a_call_that_ends_just_before_a_write() -> None:
+    """grpc.aio then raises InvalidStateError, which is no RpcError."""
+    watches = 0
+
+    class Watched(Moody, stubs.WatchServicer):
+        async def Range(self, request: pb.RangeRequest, context: Any) -> Any:
+            return pb.RangeResponse(header=pb.ResponseHeader(revision=1))
+
+        async def Watch(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+            nonlocal watches
+            watches += 1
+            async for _ in requests:
+                yield pb.WatchResponse(created=True)
+
+    class EndsEarly:
+        def __init__(self, call: Any) -> None:
+            self._call = call
+            self._writes = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._call, name)
+
+        async def write(self, request: object) -> None:
+            self._writes += 1
+            if self._writes > 1:
+                self._call.cancel()
+            await self._call.write(request)
+
+    async def again() -> int:
+        return watches
+
+    async def follow(client: Any) -> None:
+        async for event in watch_prefix(client, b"/p", progress_s=0.05, stall_s=2.0):
+            assert isinstance(event, Listed)
+
+    async with (
+        serving(Watched(cancels=0)) as endpoint,
+        open_etcd(EtcdConfig(endpoints=(endpoint,))) as client,
+    ):
+        real = client.connection.watch.Watch
+        client.connection.watch.Watch = lambda **kw: EndsEarly(real(**kw))
+        task = asyncio.create_task(follow(client))
+        await until(again, lambda n: n >= 2, within_s=10, what="a second watch")
+        assert not task.done()
+        task.cancel()

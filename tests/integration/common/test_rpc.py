@@ -27,6 +27,7 @@ from services.common.errors import (
 from services.common.rpc.channel import open_channel
 from services.common.rpc.errors import translate
 from services.common.rpc.server import RpcServer, Service, rpc_server
+from services.common.rpc.stream import StreamEnded, send
 
 NAME = "forebay.worker.v1.WorkerService"
 
@@ -250,3 +251,14 @@ async def test_a_client_reconnects_soon_after_the_server_is_back(unused_tcp_port
             for _ in range(5):
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await stub.Check(health_pb2.HealthCheckRequest(), timeout=0.2)
+
+
+async def test_a_write_to_an_ended_call_tells_why_it_ended(toy: Toy) -> None:
+    toy.worker.failure = Unavailable("going home")
+    call = toy.stub.Session(timeout=5)
+    await send(call, pb.SessionRequest())
+    await call.read()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call.read()
+    with pytest.raises(StreamEnded, match="going home"):
+        await send(call, pb.SessionRequest())
