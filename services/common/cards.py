@@ -213,6 +213,8 @@ class Instance:
     labels: Mapping[str, str] = field(default_factory=dict)
     draining: bool = False
     dp_size: int = 1
+    kvbm: str = ""
+    """Id of the kvbm daemon whose tiers a worker loads from."""
 
     def to_proto(self) -> pb.InstanceRecord:
         """The wire form."""
@@ -228,6 +230,7 @@ class Instance:
             labels=dict(self.labels),
             draining=self.draining,
             dp_size=self.dp_size,
+            kvbm=self.kvbm,
         )
 
     @classmethod
@@ -247,4 +250,5 @@ class Instance:
             labels=dict(m.labels),
             draining=m.draining,
             dp_size=m.dp_size or 1,
+            kvbm=m.kvbm,
         )

@@ -425,6 +425,7 @@ class InstanceRecord(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     DP_SIZE_FIELD_NUMBER: _builtins.int
+    KVBM_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stable name, unique within its kind in the cluster."""
     kind: Global___InstanceKind.ValueType
@@ -443,6 +444,8 @@ class InstanceRecord(_message.Message):
     """True while it finishes what runs and takes nothing new."""
     dp_size: _builtins.int
     """Number of data-parallel ranks; 1 without data parallelism."""
+    kvbm: _builtins.str
+    """Id of the kvbm daemon whose tiers the worker loads from; empty: none. Workers only."""
     @_builtins.property
     def card(self) -> Global___ModelCard:
         """The model it serves; workers only."""
@@ -465,10 +468,11 @@ class InstanceRecord(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         draining: _builtins.bool = ...,
         dp_size: _builtins.int = ...,
+        kvbm: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "dp_size", b"dp_size", "draining", b"draining", "events_address", b"events_address", "id", b"id", "incarnation", b"incarnation", "kind", b"kind", "labels", b"labels", "metrics_address", b"metrics_address", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "dp_size", b"dp_size", "draining", b"draining", "events_address", b"events_address", "id", b"id", "incarnation", b"incarnation", "kind", b"kind", "kvbm", b"kvbm", "labels", b"labels", "metrics_address", b"metrics_address", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,309 @@
+"""The arena: one file of equal slots for KV blocks, which daemon and engines map together.
+
+    page 0      file header: what the slots are (namespace, geometry, count)
+    headers     one SlotHeader of 256 bytes a slot; only the daemon writes them
+    payloads    one block a slot, all ranks' shards one after the other, page-aligned
+
+Slot headers are the only truth about the bytes behind them: a new daemon reads them and goes on.
+The same headers stand before blocks on disk and in objects. Not a store: nothing here decides what
+goes where, or waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+PAGE = 4096
+MAX_RANKS = 8
+HEADER_BYTES = 256
+NO_KEY = bytes(32)
+_MAGIC = b"FBARENA1"
+_FILE = struct.Struct("<8s32sQQQQQ")
+"""Magic, namespace, shard bytes, ranks, slots, block size, length of the layout's words."""
+_BODY = struct.Struct("<4xQ32s32sIIQQQQQQ8Q")
+_STATE = struct.Struct("<I")
+_CHECK = struct.Struct("<Q")
+_CHECK_AT = _BODY.size
+
+
+class CorruptHeader(ValueError):
+    """A header is not what a writer of ours left there: torn, damaged or another namespace's."""
+
+
+class ArenaError(OSError):
+    """An arena can't be made or mapped; says why and what would help."""
+
+
+def checksum(*parts: memoryview | bytes) -> int:
+    """XXH3-64 over the parts, one after the other."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return int(digest.intdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a block's bytes are made up. `layout`: the engine's cache in words, opaque here."""
+
+    block_size: int
+    """Tokens in a block."""
+    shard_bytes: int
+    """Bytes of one rank's part."""
+    ranks: int = 1
+    layout: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"ranks must be from 1 to {MAX_RANKS}, not {self.ranks}")
+        if self.block_size < 1 or self.shard_bytes < 1:
+            raise ValueError("block size and shard bytes must be at least 1")
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of a block, all ranks together."""
+        return self.shard_bytes * self.ranks
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one payload to the next: whole pages, for direct I/O."""
+        return -(-self.payload_bytes // PAGE) * PAGE
+
+
+class SlotState(IntEnum):
+    """State of a slot as its header tells it."""
+
+    FREE = 0
+    FILLING = 1
+    SEALED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """What a slot holds. Equal in memory, on disk and in objects."""
+
+    state: SlotState
+    generation: int
+    """Grows with every use of the slot; a lease of another generation is void."""
+    key: bytes = NO_KEY
+    """Full block hash, 32 bytes; zeros when the slot holds none."""
+    parent: bytes = NO_KEY
+    """Hash of the block before it; zeros for a prompt's first."""
+    position: int = 0
+    """Number of the block in its prompt."""
+    tenant: int = 0
+    """`tenant_id` of whom its bytes are charged to; 0: nobody."""
+    owner: int = 0
+    """While FILLING: attachment that may write the payload; 0: the daemon."""
+    created_ms: int = 0
+    """Unix time of the seal."""
+    expires_ms: int = 0
+    """Unix time after which it is void; 0: never."""
+    payload_bytes: int = 0
+    checksums: tuple[int, ...] = ()
+    """XXH3-64 of each rank's shard."""
+
+    def pack(self, namespace: bytes) -> bytes:
+        """The header's 256 bytes, bound to the namespace."""
+        sums = self.checksums + (0,) * (MAX_RANKS - len(self.checksums))
+        body = _BODY.pack(
+            self.generation,
+            self.key,
+            self.parent,
+            self.position,
+            len(self.checksums),
+            self.tenant,
+            self.owner,
+            self.created_ms,
+            self.expires_ms,
+            self.payload_bytes,
+            0,
+            *sums,
+        )
+        raw = _STATE.pack(self.state) + body[4:]
+        # The state is part of the check: no flipped bit, nor half a write, makes a slot SEALED.
+        return (raw + _CHECK.pack(checksum(namespace, raw))).ljust(HEADER_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, raw: bytes | memoryview, namespace: bytes) -> Self:
+        """Reads a header. Raises CorruptHeader when anything about it is doubtful."""
+        raw = bytes(raw)
+        if len(raw) != HEADER_BYTES:
+            raise CorruptHeader(f"{len(raw)} bytes instead of {HEADER_BYTES}")
+        if not any(raw):
+            return cls(SlotState.FREE, 0)
+        (check,) = _CHECK.unpack_from(raw, _CHECK_AT)
+        if check != checksum(namespace, raw[:_CHECK_AT]) or any(raw[_CHECK_AT + _CHECK.size :]):
+            raise CorruptHeader("the header's checksum does not fit")
+        (state,) = _STATE.unpack_from(raw)
+        generation, key, parent, position, ranks, *rest = _BODY.unpack_from(raw)
+        tenant, owner, created_ms, expires_ms, payload_bytes, _, *sums = rest
+        if state not in (0, 1, 2) or ranks > MAX_RANKS:
+            raise CorruptHeader("the header's values make no sense")
+        return cls(
+            SlotState(state),
+            generation,
+            key,
+            parent,
+            position,
+            tenant,
+            owner,
+            created_ms,
+            expires_ms,
+            payload_bytes,
+            tuple(sums[:ranks]),
+        )
+
+
+class Arena:
+    """A mapped arena file. Thread-safe as far as callers keep to slots that are theirs."""
+
+    def __init__(
+        self, path: Path, fd: int, namespace: bytes, geometry: Geometry, slots: int
+    ) -> None:
+        self.path = path
+        self.namespace = namespace
+        self.geometry = geometry
+        self.slots = slots
+        self._headers_at = PAGE
+        self._payloads_at = PAGE + -(-slots * HEADER_BYTES // PAGE) * PAGE
+        # Populated at once: touching page by page later is a hundred times slower.
+        self._map = mmap.mmap(fd, self._size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        """Where the file is mapped in this process."""
+
+    @property
+    def _size(self) -> int:
+        return self._payloads_at + self.slots * self.geometry.stride
+
+    @staticmethod
+    def size(geometry: Geometry, slots: int) -> int:
+        """Bytes of a file with that many slots."""
+        return PAGE + -(-slots * HEADER_BYTES // PAGE) * PAGE + slots * geometry.stride
+
+    @classmethod
+    def create(cls, path: Path, namespace: bytes, geometry: Geometry, slots: int) -> Self:
+        """Makes the file, allocates every byte of it, and maps it; all slots are FREE.
+
+        It appears under its name only when it is whole. Raises ArenaError when there is no room.
+        """
+        if len(namespace) != 32 or slots < 1:
+            raise ValueError("a namespace has 32 bytes, and an arena at least one slot")
+        temporary = path.with_suffix(".making")
+        layout = geometry.layout.encode()
+        head = _FILE.pack(
+            _MAGIC,
+            namespace,
+            geometry.shard_bytes,
+            geometry.ranks,
+            slots,
+            geometry.block_size,
+            len(layout),
+        )
+        if len(head) + len(layout) + 8 > PAGE:
+            raise ValueError("the layout's words are too long for the file's header")
+        head += layout
+        size = cls.size(geometry, slots)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o660)
+        try:
+            # Never sparse: a hole that can't be filled later is a SIGBUS in whoever touches it.
+            os.posix_fallocate(fd, 0, size)
+            os.pwrite(fd, head + _CHECK.pack(checksum(head)), 0)
+            arena = cls(path, fd, namespace, geometry, slots)
+            os.rename(temporary, path)
+        except OSError as exc:
+            temporary.unlink(missing_ok=True)
+            raise ArenaError(
+                exc.errno or 0,
+                f"no room for an arena of {size / 2**30:.2f} GiB: {exc.strerror}; "
+                "a smaller cache or a larger tmpfs would do",
+                str(path),
+            ) from exc
+        finally:
+            os.close(fd)
+        return arena
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Maps an arena that is there. Raises ArenaError, or CorruptHeader for what is none."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as exc:
+            raise ArenaError(exc.errno or 0, f"can't open: {exc.strerror}", str(path)) from exc
+        try:
+            raw = os.pread(fd, PAGE, 0)
+            if len(raw) < PAGE or raw[:8] != _MAGIC:
+                raise CorruptHeader(f"{path} is not an arena of this version")
+            _, namespace, shard, ranks, slots, block_size, words = _FILE.unpack_from(raw)
+            end = _FILE.size + words
+            if end + 8 > PAGE or _CHECK.unpack_from(raw, end)[0] != checksum(raw[:end]):
+                raise CorruptHeader(f"the header of {path} is damaged")
+            geometry = Geometry(block_size, shard, ranks, raw[_FILE.size : end].decode())
+            if os.fstat(fd).st_size != cls.size(geometry, slots):
+                raise CorruptHeader(f"{path} has another length than its header says")
+            return cls(path, fd, namespace, geometry, slots)
+        finally:
+            os.close(fd)
+
+    def header(self, slot: int) -> SlotHeader:
+        """The slot's header. Raises CorruptHeader."""
+        at = self._headers_at + slot * HEADER_BYTES
+        return SlotHeader.unpack(self._view[at : at + HEADER_BYTES], self.namespace)
+
+    def write_header(self, slot: int, header: SlotHeader) -> None:
+        """Writes a header. Who reads it half-written finds it corrupt, which is a miss."""
+        at = self._headers_at + slot * HEADER_BYTES
+        self._view[at : at + HEADER_BYTES] = header.pack(self.namespace)
+
+    def headers(self) -> Iterator[SlotHeader | CorruptHeader]:
+        """All headers in slot order; a corrupt one as the error."""
+        for slot in range(self.slots):
+            try:
+                yield self.header(slot)
+            except CorruptHeader as exc:
+                yield exc
+
+    def payload(self, slot: int) -> memoryview:
+        """A block's bytes, all ranks together, writable."""
+        at = self._payloads_at + slot * self.geometry.stride
+        return self._view[at : at + self.geometry.payload_bytes]
+
+    def shard(self, slot: int, rank: int) -> memoryview:
+        """One rank's bytes of a block, writable."""
+        at = self._payloads_at + slot * self.geometry.stride + rank * self.geometry.shard_bytes
+        return self._view[at : at + self.geometry.shard_bytes]
+
+    def payload_address(self, slot: int) -> int:
+        """Where a block's bytes lie in this process; page-aligned."""
+        return self.address + self._payloads_at + slot * self.geometry.stride
+
+    def checksums(self, slot: int) -> tuple[int, ...]:
+        """What each shard's checksum is now, by its bytes."""
+        return tuple(checksum(self.shard(slot, rank)) for rank in range(self.geometry.ranks))
+
+    def lock_memory(self) -> str:
+        """Keeps the pages from being swapped out; empty, or why that can't be had."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mlock(ctypes.c_void_p(self.address), ctypes.c_size_t(self._size)):
+            return os.strerror(ctypes.get_errno())
+        return ""
+
+    def close(self) -> None:
+        """Unmaps it, unless something still looks at it: then the last look unmaps it."""
+        self._view.release()
+        try:
+            self._map.close()
+        except BufferError:
+            # `address` keeps a view for as long as this object lives; so may arrays of callers.
+            del self._map

@@ -1,0 +1,1 @@
+"""What the daemon reaches outside: one file for each thing."""
