@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from forebay.common.v1 import common_pb2
 from forebay.events.v1 import events_pb2 as pb
+from forebay.kvbm.v1 import kvbm_pb2
 from forebay.worker.v1 import worker_pb2
 from google.protobuf.message import DecodeError
 
@@ -27,6 +28,7 @@ from services.common.events.model import (
     Snapshot,
     Tier,
     TierBlocks,
+    TierRate,
 )
 from services.common.ids import AttemptId, BlockKey
 
@@ -107,6 +109,38 @@ def snapshot_from_proto(m: worker_pb2.SnapshotResponse) -> Snapshot:
             RunningRequest(_admitted_back(r.admitted, r.dp_rank), r.decoding) for r in m.requests
         ),
         load=_load_back(m.load, 0) if m.HasField("load") else None,
+        unknown_parts=sum(b.tier not in _TIERS for b in m.blocks),
+    )
+
+
+def tier_snapshot_to_proto(snapshot: Snapshot) -> kvbm_pb2.SnapshotResponse:
+    """The wire form of a kvbm daemon's snapshot."""
+    return kvbm_pb2.SnapshotResponse(
+        publisher=snapshot.publisher,
+        incarnation=snapshot.incarnation,
+        sequence=snapshot.sequence,
+        blocks=[
+            kvbm_pb2.TierBlocks(tier=_TO_PROTO[b.tier], block_hashes=b.keys, namespace=b.namespace)
+            for b in snapshot.blocks
+        ],
+        rates=[kvbm_pb2.TierSpeed(namespace=r.namespace, rate=_rate(r)) for r in snapshot.rates],
+    )
+
+
+def tier_snapshot_from_proto(m: kvbm_pb2.SnapshotResponse) -> Snapshot:
+    """From the wire form. Unknown tiers are left out and counted."""
+    rates = [_rate_back(r.rate, r.namespace) for r in m.rates]
+    return Snapshot(
+        publisher=m.publisher,
+        incarnation=m.incarnation,
+        sequence=m.sequence,
+        blocks=tuple(
+            TierBlocks(_TIERS[b.tier], _keys(b.block_hashes), namespace=b.namespace)
+            for b in m.blocks
+            if b.tier in _TIERS
+        ),
+        rates=tuple(r for r in rates if r is not None),
+        unknown_parts=sum(b.tier not in _TIERS for b in m.blocks) + rates.count(None),
     )
 
 
@@ -152,18 +186,28 @@ def _load_back(m: pb.LoadReport, dp_rank: int) -> LoadReport:
     )
 
 
+def _rate(e: TierRate) -> pb.TierRate:
+    return pb.TierRate(tier=_TO_PROTO[e.tier], latency_s=e.latency_s, block_s=e.block_s)
+
+
+def _rate_back(m: pb.TierRate, namespace: bytes) -> TierRate | None:
+    tier = _TIERS.get(m.tier)
+    return None if tier is None else TierRate(tier, m.latency_s, m.block_s, namespace)
+
+
 def _stored(e: BlocksStored) -> pb.Event:
     body = pb.BlocksStored(tier=_TO_PROTO[e.tier], block_hashes=e.keys)
-    return pb.Event(dp_rank=e.dp_rank, blocks_stored=body)
+    return pb.Event(dp_rank=e.dp_rank, blocks_stored=body, namespace=e.namespace)
 
 
 def _removed(e: BlocksRemoved) -> pb.Event:
     body = pb.BlocksRemoved(tier=_TO_PROTO[e.tier], block_hashes=e.keys)
-    return pb.Event(dp_rank=e.dp_rank, blocks_removed=body)
+    return pb.Event(dp_rank=e.dp_rank, blocks_removed=body, namespace=e.namespace)
 
 
 def _cleared(e: BlocksCleared) -> pb.Event:
-    return pb.Event(dp_rank=e.dp_rank, blocks_cleared=pb.BlocksCleared(tier=_TO_PROTO[e.tier]))
+    body = pb.BlocksCleared(tier=_TO_PROTO[e.tier])
+    return pb.Event(dp_rank=e.dp_rank, blocks_cleared=body, namespace=e.namespace)
 
 
 def _first_token(e: RequestFirstToken) -> pb.Event:
@@ -189,28 +233,29 @@ _ENCODERS: dict[type[Any], Callable[[Any], pb.Event]] = {
     RequestFirstToken: _first_token,
     RequestFinished: _finished,
     LoadReport: lambda e: pb.Event(dp_rank=e.dp_rank, load=_load(e)),
+    TierRate: lambda e: pb.Event(tier_rate=_rate(e), namespace=e.namespace),
 }
 
 
 def _stored_back(m: pb.Event) -> Event | None:
-    tier = _TIERS.get(m.blocks_stored.tier)
-    return (
-        None if tier is None else BlocksStored(tier, _keys(m.blocks_stored.block_hashes), m.dp_rank)
-    )
+    body = m.blocks_stored
+    tier = _TIERS.get(body.tier)
+    if tier is None:
+        return None
+    return BlocksStored(tier, _keys(body.block_hashes), m.dp_rank, m.namespace)
 
 
 def _removed_back(m: pb.Event) -> Event | None:
-    tier = _TIERS.get(m.blocks_removed.tier)
-    return (
-        None
-        if tier is None
-        else BlocksRemoved(tier, _keys(m.blocks_removed.block_hashes), m.dp_rank)
-    )
+    body = m.blocks_removed
+    tier = _TIERS.get(body.tier)
+    if tier is None:
+        return None
+    return BlocksRemoved(tier, _keys(body.block_hashes), m.dp_rank, m.namespace)
 
 
 def _cleared_back(m: pb.Event) -> Event | None:
     tier = _TIERS.get(m.blocks_cleared.tier)
-    return None if tier is None else BlocksCleared(tier, m.dp_rank)
+    return None if tier is None else BlocksCleared(tier, m.dp_rank, m.namespace)
 
 
 def _first_token_back(m: pb.Event) -> Event:
@@ -233,4 +278,5 @@ _DECODERS: dict[str, Callable[[pb.Event], Event | None]] = {
     "request_first_token": _first_token_back,
     "request_finished": _finished_back,
     "load": lambda m: _load_back(m.load, m.dp_rank),
+    "tier_rate": lambda m: _rate_back(m.tier_rate, m.namespace),
 }

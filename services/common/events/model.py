@@ -28,6 +28,8 @@ class BlocksStored:
     tier: Tier
     keys: Sequence[BlockKey]
     dp_rank: int = 0
+    namespace: bytes = b""
+    """Of the blocks, 32 bytes; empty from workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class BlocksRemoved:
     tier: Tier
     keys: Sequence[BlockKey]
     dp_rank: int = 0
+    namespace: bytes = b""
+    """Of the blocks, 32 bytes; empty from workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class BlocksCleared:
 
     tier: Tier
     dp_rank: int = 0
+    namespace: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,18 @@ class LoadReport:
     dp_rank: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class TierRate:
+    """How fast blocks come up: from G2 into the engine, from G3 and G4 into G2. Seconds."""
+
+    tier: Tier
+    latency_s: float
+    """Before the first block arrives."""
+    block_s: float
+    """A block; 0: not known."""
+    namespace: bytes = b""
+
+
 Event = (
     BlocksStored
     | BlocksRemoved
@@ -99,6 +116,7 @@ Event = (
     | RequestFirstToken
     | RequestFinished
     | LoadReport
+    | TierRate
 )
 
 
@@ -130,11 +148,12 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class TierBlocks:
-    """All blocks of one tier and rank in a snapshot, in no particular order."""
+    """All blocks of one tier, rank and namespace in a snapshot, in no particular order."""
 
     tier: Tier
     keys: Sequence[BlockKey]
     dp_rank: int = 0
+    namespace: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +166,7 @@ class Snapshot:
     blocks: tuple[TierBlocks, ...] = ()
     requests: tuple[RunningRequest, ...] = ()
     load: LoadReport | None = None
+    rates: tuple[TierRate, ...] = ()
+    """Of a kvbm daemon's tiers."""
+    unknown_parts: int = 0
+    """Parts that were dropped because their tier is not known to this version."""

@@ -9,11 +9,14 @@ from forebay.events.v1 import events_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.blocks import block_key
 from services.common.events.codec import (
     decode,
     encode,
     snapshot_from_proto,
     snapshot_to_proto,
+    tier_snapshot_from_proto,
+    tier_snapshot_to_proto,
 )
 from services.common.events.model import (
     Batch,
@@ -29,7 +32,9 @@ from services.common.events.model import (
     Snapshot,
     Tier,
     TierBlocks,
+    TierRate,
 )
+from services.common.events.tiers import tier_events
 from services.common.ids import AttemptId, BlockKey
 
 GOLDEN: dict[str, Any] = json.loads(
@@ -68,11 +73,13 @@ def test_heartbeat_has_no_events() -> None:
 numbers = st.integers(0, 2**32 - 1)
 keys = st.lists(st.integers(0, 2**64 - 1).map(BlockKey), max_size=4).map(tuple)
 tiers = st.sampled_from(Tier)
+spaces = st.sampled_from([b"", b"n" * 32])
 attempts = st.text(max_size=5).map(AttemptId)
 events: st.SearchStrategy[Event] = st.one_of(
-    st.builds(BlocksStored, tiers, keys, numbers),
-    st.builds(BlocksRemoved, tiers, keys, numbers),
-    st.builds(BlocksCleared, tiers, numbers),
+    st.builds(BlocksStored, tiers, keys, numbers, spaces),
+    st.builds(BlocksRemoved, tiers, keys, numbers, spaces),
+    st.builds(BlocksCleared, tiers, numbers, spaces),
+    st.builds(TierRate, tiers, st.floats(0, 1), st.floats(0, 1), spaces),
     st.builds(RequestAdmitted, attempts, numbers, numbers, keys, numbers),
     st.builds(RequestFirstToken, attempts, numbers, numbers),
     st.builds(RequestFinished, attempts, numbers, numbers, st.booleans(), numbers),
@@ -96,12 +103,13 @@ def test_unknown_tiers_and_kinds_are_dropped_and_counted() -> None:
             pb.Event(blocks_stored=pb.BlocksStored(block_hashes=[1])),
             pb.Event(blocks_removed=pb.BlocksRemoved(tier=9, block_hashes=[1])),  # type: ignore[arg-type]
             pb.Event(blocks_cleared=pb.BlocksCleared(tier=9)),  # type: ignore[arg-type]
+            pb.Event(tier_rate=pb.TierRate(tier=9, block_s=1)),  # type: ignore[arg-type]
             pb.Event(blocks_stored=pb.BlocksStored(tier=1, block_hashes=[5])),  # type: ignore[arg-type]
         ],
     )
     batch = decode(envelope.SerializeToString())
     assert batch.events == (BlocksStored(Tier.G1, (BlockKey(5),)),)
-    assert batch.unknown_events == 4
+    assert batch.unknown_events == 5
 
 
 def test_a_batch_of_unknown_events_is_no_heartbeat() -> None:
@@ -134,3 +142,55 @@ def test_unknown_tiers_of_a_snapshot_are_left_out() -> None:
     message = snapshot_to_proto(Snapshot("w", 1, 0, (TierBlocks(Tier.G1, KEYS),)))
     message.blocks[0].tier = 9  # type: ignore[assignment]
     assert snapshot_from_proto(message).blocks == ()
+    assert snapshot_from_proto(message).unknown_parts == 1
+
+
+SPACE = b"n" * 32
+
+
+def test_a_daemons_snapshot_round_trip() -> None:
+    snapshot = Snapshot(
+        publisher="node-1",
+        incarnation=2**64 - 1,
+        sequence=2**40,
+        blocks=(
+            TierBlocks(Tier.G2, KEYS, namespace=SPACE),
+            TierBlocks(Tier.G3, KEYS[:1], namespace=b"m" * 32),
+        ),
+        rates=(TierRate(Tier.G3, 0.001, 0.5, SPACE),),
+    )
+    assert tier_snapshot_from_proto(tier_snapshot_to_proto(snapshot)) == snapshot
+
+
+def test_unknown_tiers_of_a_daemons_snapshot_are_left_out_and_counted() -> None:
+    """E1: never read as another tier."""
+    message = tier_snapshot_to_proto(
+        Snapshot(
+            "n",
+            1,
+            0,
+            (TierBlocks(Tier.G2, KEYS, namespace=SPACE), TierBlocks(Tier.G3, KEYS)),
+            rates=(TierRate(Tier.G2, 0.0, 1.0, SPACE),),
+        )
+    )
+    message.blocks[0].tier = 9  # type: ignore[assignment]
+    message.rates[0].rate.tier = 9  # type: ignore[assignment]
+    back = tier_snapshot_from_proto(message)
+    assert [part.tier for part in back.blocks] == [Tier.G3]
+    assert (back.rates, back.unknown_parts) == ((), 2)
+
+
+def test_changes_of_a_daemons_tiers_explain_themselves() -> None:
+    """E2: each event names its tier and the namespace of its blocks, by their index keys."""
+    a, b, c = (bytes([i]) * 32 for i in (1, 2, 3))
+    events = tier_events(SPACE, [(Tier.G2, a), (Tier.G3, b), (Tier.G2, c)], [(Tier.G2, b)])
+    assert decode(encode(Batch("n", 1, 1, 0, tuple(events)))).events == (
+        BlocksRemoved(Tier.G2, (block_key(b),), namespace=SPACE),
+        BlocksStored(Tier.G2, (block_key(a), block_key(c)), namespace=SPACE),
+        BlocksStored(Tier.G3, (block_key(b),), namespace=SPACE),
+    )
+    assert tier_events(SPACE) == []
+    with pytest.raises(ValueError, match="32 bytes"):
+        tier_events(b"", [(Tier.G2, a)])
+    with pytest.raises(ValueError, match="G1"):
+        tier_events(SPACE, [(Tier.G1, a)])

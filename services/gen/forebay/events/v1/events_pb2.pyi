@@ -81,8 +81,15 @@ class Event(_message.Message):
     REQUEST_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     REQUEST_FINISHED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    TIER_RATE_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """Data-parallel rank it happened on."""
+    namespace: _builtins.bytes
+    """Digest of what gives the bytes of the blocks their meaning, 32 bytes. A kvbm daemon keeps blocks
+    of several namespaces, so its events name theirs; without it a receiver drops and counts them.
+    Workers leave it empty: their card names the one they have.
+    """
     @_builtins.property
     def blocks_stored(self) -> Global___BlocksStored:
         """Blocks became usable."""
@@ -111,6 +118,10 @@ class Event(_message.Message):
     def load(self) -> Global___LoadReport:
         """How busy the engine is."""
 
+    @_builtins.property
+    def tier_rate(self) -> Global___TierRate:
+        """How fast blocks come up from a tier; from kvbm daemons."""
+
     def __init__(
         self,
         *,
@@ -122,12 +133,14 @@ class Event(_message.Message):
         request_first_token: Global___RequestFirstToken | None = ...,
         request_finished: Global___RequestFinished | None = ...,
         load: Global___LoadReport | None = ...,
+        tier_rate: Global___TierRate | None = ...,
+        namespace: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "kind", b"kind", "load", b"load", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "kind", b"kind", "load", b"load", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "dp_rank", b"dp_rank", "kind", b"kind", "load", b"load", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "dp_rank", b"dp_rank", "kind", b"kind", "load", b"load", "namespace", b"namespace", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["blocks_stored", "blocks_removed", "blocks_cleared", "request_admitted", "request_first_token", "request_finished", "load"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["blocks_stored", "blocks_removed", "blocks_cleared", "request_admitted", "request_first_token", "request_finished", "load", "tier_rate"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -352,3 +365,35 @@ class LoadReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class TierRate(_message.Message):
+    """How fast blocks come up from a tier, as the daemon measured it. Told when it has changed by more than
+    a tenth; until then receivers go by their own defaults.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BLOCK_S_FIELD_NUMBER: _builtins.int
+    tier: _common_pb2.Tier.ValueType
+    """Tier from which blocks come: from G2 into the engine, from G3 and G4 into G2."""
+    latency_s: _builtins.float
+    """Seconds before the first block arrives."""
+    block_s: _builtins.float
+    """Seconds a block; 0: not known."""
+    def __init__(
+        self,
+        *,
+        tier: _common_pb2.Tier.ValueType = ...,
+        latency_s: _builtins.float = ...,
+        block_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_s", b"block_s", "latency_s", b"latency_s", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierRate: _TypeAlias = TierRate  # noqa: Y015

@@ -11,6 +11,7 @@ the copy, at the destination; any doubt is a miss.
 
 from collections import abc as _abc
 from forebay.common.v1 import common_pb2 as _common_pb2
+from forebay.events.v1 import events_pb2 as _events_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -1359,14 +1360,17 @@ Global___SnapshotRequest: _TypeAlias = SnapshotRequest  # noqa: Y015
 
 @_typing.final
 class TierBlocks(_message.Message):
-    """Blocks of one tier."""
+    """Blocks of one tier and namespace."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TIER_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     tier: _common_pb2.Tier.ValueType
     """The tier."""
+    namespace: _builtins.bytes
+    """Namespace, 32 bytes; required."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Low 64 bits of each block's hash, in no particular order."""
@@ -1376,14 +1380,43 @@ class TierBlocks(_message.Message):
         *,
         tier: _common_pb2.Tier.ValueType = ...,
         block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        namespace: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "namespace", b"namespace", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TierBlocks: _TypeAlias = TierBlocks  # noqa: Y015
+
+@_typing.final
+class TierSpeed(_message.Message):
+    """How fast blocks of a namespace come up from a tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """Namespace, 32 bytes; required."""
+    @_builtins.property
+    def rate(self) -> _events_pb2.TierRate:
+        """What was measured, as in events."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        rate: _events_pb2.TierRate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rate", b"rate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "rate", b"rate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierSpeed: _TypeAlias = TierSpeed  # noqa: Y015
 
 @_typing.final
 class SnapshotResponse(_message.Message):
@@ -1395,6 +1428,7 @@ class SnapshotResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
     publisher: _builtins.str
     """Publisher id: the node."""
     incarnation: _builtins.int
@@ -1405,6 +1439,10 @@ class SnapshotResponse(_message.Message):
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBlocks]:
         """All blocks that can be found."""
 
+    @_builtins.property
+    def rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierSpeed]:
+        """The rates told last."""
+
     def __init__(
         self,
         *,
@@ -1412,10 +1450,11 @@ class SnapshotResponse(_message.Message):
         incarnation: _builtins.int = ...,
         sequence: _builtins.int = ...,
         blocks: _abc.Iterable[Global___TierBlocks] | None = ...,
+        rates: _abc.Iterable[Global___TierSpeed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "publisher", b"publisher", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "publisher", b"publisher", "rates", b"rates", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
