@@ -34,6 +34,7 @@ def _option(text: str, *names: str, panel: str | None = None, **rest: Any) -> An
     return typer.Option(*names, help=text, show_envvar=False, rich_help_panel=panel, **rest)
 
 
+CACHE = "Block caches"
 StateDir = Annotated[
     Path,
     _option("Folder for addresses, logs and etcd's data.", "--state-dir"),
@@ -83,9 +84,9 @@ def _model(wanted: str, output: Path | None = None) -> Model:
 @app.command(
     context_settings={"auto_envvar_prefix": "FOREBAY_UP"},
     epilog="Default ports: gateway 8000 (metrics 8001), routers 8100, 8110, ... (metrics +1), "
-    "workers 8200, 8210, ... (events +1, metrics +2), etcd 2379 and 2380. Each option can be set "
-    "by a variable FOREBAY_UP_<OPTION>, or in the table 'up' of --config. SIGHUP to the "
-    "supervisor starts what --no-restart left down.",
+    "workers 8200, 8210, ... (events +1, metrics +2), kvbm 8300 (events +1, metrics 6880), etcd "
+    "2379 and 2380. Each option can be set by a variable FOREBAY_UP_<OPTION>, or in the table 'up' "
+    "of --config. SIGHUP to the supervisor starts what --no-restart left down.",
 )
 def up(
     workers: Annotated[int, _option("Workers, each with one engine.", min=1)] = 2,
@@ -101,7 +102,8 @@ def up(
     settings: Annotated[
         Path | None,
         _option(
-            "TOML file: table 'up' for these options; 'shared', 'gateway', 'router', 'worker'.",
+            "TOML file: table 'up' for these options; 'shared', 'gateway', 'router', 'worker', "
+            "'kvbm'.",
             "--config",
             callback=_up_table,
             is_eager=True,
@@ -136,6 +138,33 @@ def up(
     adapters: Annotated[
         str, _option("LoRA adapters to serve: NAME=FOLDER,...", panel="Model")
     ] = "",
+    kvbm: Annotated[
+        bool,
+        _option("Block caches below the engines' own memory, shared by all workers.", panel=CACHE),
+    ] = True,
+    cpu_cache_gb: Annotated[
+        float | None, _option("Host memory for blocks (G2), in GiB; default: 0.5.", panel=CACHE)
+    ] = None,
+    cpu_cache_dir: Annotated[
+        str, _option("Folder for G2 in memory; default: in /dev/shm.", panel=CACHE)
+    ] = "",
+    disk_cache_gb: Annotated[
+        float | None, _option("Disk for blocks (G3), in GiB; 0: none; default: 1.", panel=CACHE)
+    ] = None,
+    disk_cache_dir: Annotated[
+        str, _option("Folder for G3; default: in the state directory.", panel=CACHE)
+    ] = "",
+    remote_url: Annotated[
+        str,
+        _option("Remote storage (G4): s3://bucket/prefix or file:///folder.", panel=CACHE),
+    ] = "",
+    remote_endpoint: Annotated[
+        str,
+        _option(
+            "S3 server other than AWS; keys: FOREBAY_KVBM_REMOTE_ACCESS_KEY, ..._SECRET_KEY.",
+            panel=CACHE,
+        ),
+    ] = "",
     host: Annotated[
         str,
         _option("Address the gateway listens on; all others stay on loopback.", panel="Addresses"),
@@ -146,6 +175,12 @@ def up(
     ] = 8000,
     router_port: Annotated[int, _option("The first router's port.", panel="Addresses")] = 8100,
     worker_port: Annotated[int, _option("The first worker's port.", panel="Addresses")] = 8200,
+    kvbm_port: Annotated[
+        int, _option("The kvbm's port; its events are on the next one.", panel="Addresses")
+    ] = 8300,
+    kvbm_metrics_port: Annotated[
+        int, _option("Port of the kvbm's metrics.", panel="Addresses")
+    ] = 6880,
     etcd_port: Annotated[
         int, _option("Port of our own etcd, and the next one.", panel="Addresses")
     ] = 2379,
@@ -160,7 +195,10 @@ def up(
         str, _option("OTLP/gRPC collector for traces.", panel="Addresses")
     ] = "",
 ) -> None:
-    """Starts a whole cluster on this machine: etcd, router, workers, gateway. Ctrl-C stops it."""
+    """Starts a whole cluster on this machine: etcd, router, kvbm, workers, gateway.
+
+    Ctrl-C stops it. Cached blocks stay for the next start: `forebay down --purge` removes them.
+    """
     from services.cli.up.command import run_up
     from services.cli.up.options import UpOptions
 
@@ -176,6 +214,15 @@ def up(
             gateway_port=gateway_port,
             router_port=router_port,
             worker_port=worker_port,
+            kvbm=kvbm,
+            cpu_cache_gb=cpu_cache_gb,
+            cpu_cache_dir=cpu_cache_dir,
+            disk_cache_gb=disk_cache_gb,
+            disk_cache_dir=disk_cache_dir,
+            remote_url=remote_url,
+            remote_endpoint=remote_endpoint,
+            kvbm_port=kvbm_port,
+            kvbm_metrics_port=kvbm_metrics_port,
             etcd_port=etcd_port,
             auto_ports=auto_ports,
             etcd="" if etcd == "own" else etcd,
@@ -205,8 +252,14 @@ def down(
     timeout: Annotated[
         float, typer.Option(help="Longest wait before it is killed, in seconds.", min=0)
     ] = 90.0,
+    purge: Annotated[
+        bool, typer.Option("--purge", help="Remove the cached blocks too: memory and disk.")
+    ] = False,
 ) -> None:
-    """Stops the cluster: gateway, routers, workers, etcd, in that order."""
+    """Stops the cluster: gateway, routers, workers, kvbm, etcd, in that order.
+
+    Cached blocks stay for the next start unless --purge is given.
+    """
     from services.cli.up.down import bring_down
 
     console = stderr()
@@ -215,6 +268,7 @@ def down(
         lambda text: console.print(text, markup=False),
         timeout_s=timeout,
         force=force,
+        purge=purge,
     )
     console.print("stopped" if stopped else f"nothing runs in {state_dir}")
 

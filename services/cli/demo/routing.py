@@ -91,6 +91,7 @@ async def _measure(
         workers=2,
         policy=POLICIES[0],
         auto_ports=True,
+        kvbm=False,  # what is compared is placement by the engines' own caches
         float32=True,
         drain_timeout_s=5.0,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.cli.errors import StateError
-from services.cli.up import state
+from services.cli.up import caches, state
 from services.cli.up.plan import STOP_ORDER
 from services.cli.up.process import ProcessRef, alive, end, send, wait_gone
 from services.cli.up.state import ClusterState, Phase
@@ -39,13 +39,19 @@ def sweep(state_dir: Path, note: Callable[[str], None]) -> int:
 
 
 def bring_down(
-    state_dir: Path, note: Callable[[str], None], *, timeout_s: float = 90.0, force: bool = False
+    state_dir: Path,
+    note: Callable[[str], None],
+    *,
+    timeout_s: float = 90.0,
+    force: bool = False,
+    purge: bool = False,
 ) -> bool:
     """Stops the cluster of `state_dir`; False when there was nothing to stop.
 
     Asks the supervisor (SIGTERM: it drains and stops all in order) and waits at most `timeout_s`;
-    `force`, or the end of that time, kills it, and the kernel its processes. Raises StateError when
-    something would not die.
+    `force`, or the end of that time, kills it, and the kernel its processes. Cached blocks stay for
+    the next start, unless `purge`, which also removes those of a cluster that had stopped before.
+    Raises StateError when something would not die.
     """
     found = state.load(state_dir)
     if found is None:
@@ -67,6 +73,8 @@ def bring_down(
     last = state.load(state_dir)
     if last is not None and last.phase not in (Phase.STOPPED, Phase.FAILED):
         state.save(state_dir, replace(last, phase=Phase.STOPPED))
+    if purge and found.caches is not None:
+        caches.purge(found.caches, note)
     return ran or swept > 0
 
 

@@ -41,6 +41,24 @@ class UpOptions:
     """Port of our own etcd for clients; the next one is for its peers."""
     auto_ports: bool = False
     """Free ports instead of those above."""
+    kvbm: bool = True
+    """Whether to start a kvbm: block caches below the engines' own memory, shared by workers."""
+    cpu_cache_gb: float | None = None
+    """Host memory for blocks (G2) in GiB; None: as FOREBAY_KVBM_CPU_CACHE_GB says, or a little."""
+    cpu_cache_dir: str = ""
+    """Folder in memory for G2; empty: one named after the state directory, in /dev/shm."""
+    disk_cache_gb: float | None = None
+    """Disk for blocks (G3) in GiB; 0: none; None as above."""
+    disk_cache_dir: str = ""
+    """Folder for G3; empty: in the state directory."""
+    remote_url: str = ""
+    """Remote storage for blocks (G4): s3://bucket/prefix or file:///folder; empty: none."""
+    remote_endpoint: str = ""
+    """Address of an S3 server other than AWS."""
+    kvbm_port: int = 8300
+    """The kvbm's port; its events are on the next one."""
+    kvbm_metrics_port: int = 6880
+    """Port of the kvbm's metrics."""
     etcd: str = ""
     """Endpoints (host:port, comma-separated) of an etcd to use; empty: start our own."""
     float32: bool = False
@@ -58,7 +76,7 @@ class UpOptions:
     otlp_endpoint: str = ""
     """OTLP/gRPC collector for traces; empty: none."""
     config: str = ""
-    """Settings file for the services (TOML: tables [shared], [gateway], [router], [worker])."""
+    """Settings file for the services: TOML with [shared], [gateway], [router], [worker], [kvbm]."""
     python: str = ""
     """Interpreter that runs the services; empty: the one that runs us."""
     restart: bool = True
@@ -75,6 +93,12 @@ class UpOptions:
             )
         if self.workers < 1 or self.routers < 1:
             raise UsageError("--workers and --routers must be at least 1")
+        for flag, gib in (("cpu", self.cpu_cache_gb), ("disk", self.disk_cache_gb)):
+            if gib is not None and (gib < 0 or (flag == "cpu" and gib == 0)):
+                raise UsageError(
+                    f"--{flag}-cache-gb is {gib:g}; it must be a size in GiB"
+                    + (" (without any caches: --no-kvbm)" if flag == "cpu" else "")
+                )
         if self.engine_args:
             try:
                 parsed = json.loads(self.engine_args)

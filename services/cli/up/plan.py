@@ -10,13 +10,14 @@ from pathlib import Path
 from services.cli.adapters.http import etcd_probe
 from services.cli.config import is_set
 from services.cli.errors import CliError, UsageError
+from services.cli.up.caches import Caches
 from services.cli.up.options import UpOptions
 from services.cli.up.ports import PortUse, free_port
 from services.cli.up.spec import ProcessSpec, file_probe
 from services.common.net import host_port
 
 LOOPBACK = "127.0.0.1"
-STOP_ORDER = ("gateway", "router", "worker", "etcd")
+STOP_ORDER = ("gateway", "router", "worker", "kvbm", "etcd")
 """Kinds in the order of a graceful stop: who takes requests first, who is needed by others last."""
 
 
@@ -33,6 +34,8 @@ class Ports:
     etcd: int
     """0 when the etcd is not ours."""
     etcd_peer: int
+    kvbm: tuple[int, int, int] = (0, 0, 0)
+    """Port, events port and metrics port."""
 
     def uses(self, host: str) -> tuple[PortUse, ...]:
         """Every fixed port with its purpose and the flag that moves it; `host` is the gateway's."""
@@ -42,6 +45,13 @@ class Ports:
             PortUse(self.etcd, "etcd", "--etcd-port"),
             PortUse(self.etcd_peer, "etcd peers", "--etcd-port"),
         ]
+        for port, purpose, flag in zip(
+            self.kvbm,
+            ("kvbm", "kvbm events", "kvbm metrics"),
+            ("--kvbm-port", "--kvbm-port", "--kvbm-metrics-port"),
+            strict=True,
+        ):
+            uses.append(PortUse(port, purpose, flag))
         for i, (port, metrics) in enumerate(self.routers):
             uses.append(PortUse(port, f"router-{i}", "--router-port"))
             uses.append(PortUse(metrics, f"router-{i} metrics", "--router-port"))
@@ -84,6 +94,9 @@ def plan_ports(options: UpOptions, rng: random.Random | None = None) -> Ports:
         ),
         etcd=options.etcd_port if own_etcd else 0,
         etcd_peer=options.etcd_port + 1 if own_etcd else 0,
+        kvbm=(options.kvbm_port, options.kvbm_port + 1, options.kvbm_metrics_port)
+        if options.kvbm
+        else (0, 0, 0),
     )
     seen: dict[int, PortUse] = {}
     for use in ports.uses(options.host):
@@ -141,8 +154,10 @@ def etcd_spec(ports: Ports, state_dir: Path) -> ProcessSpec:
     )
 
 
-def service_specs(options: UpOptions, ports: Ports) -> tuple[ProcessSpec, ...]:
-    """Routers, workers and the gateway, in that order."""
+def service_specs(
+    options: UpOptions, ports: Ports, caches: Caches | None = None
+) -> tuple[ProcessSpec, ...]:
+    """Routers, the kvbm if there are `caches`, workers and the gateway, in that order."""
     state_dir = Path(options.state_dir)
     endpoints = options.etcd or host_port(LOOPBACK, ports.etcd)
 
@@ -189,6 +204,8 @@ def service_specs(options: UpOptions, ports: Ports) -> tuple[ProcessSpec, ...]:
         )
         for i, (port, metrics) in enumerate(ports.routers)
     ]
+    if caches is not None:
+        specs.append(spec("kvbm", 0, *_kvbm_flags(options, ports, caches)))
     specs += [
         spec(
             "worker",
@@ -198,6 +215,7 @@ def service_specs(options: UpOptions, ports: Ports) -> tuple[ProcessSpec, ...]:
             f"--events-port={events}",
             f"--metrics-port={metrics}",
             *_engine_flags(options),
+            *([f"--kvbm=unix:{caches.socket}"] if caches is not None else []),
             env=_thread_env(options),
         )
         for i, (port, events, metrics) in enumerate(ports.workers)
@@ -213,6 +231,26 @@ def service_specs(options: UpOptions, ports: Ports) -> tuple[ProcessSpec, ...]:
         )
     )
     return tuple(specs)
+
+
+def _kvbm_flags(options: UpOptions, ports: Ports, caches: Caches) -> tuple[str, ...]:
+    port, events, metrics = ports.kvbm
+    flags = [
+        f"--host={LOOPBACK}",
+        f"--port={port}",
+        f"--events-port={events}",
+        f"--metrics-port={metrics}",
+        f"--socket={caches.socket}",
+        f"--cpu-cache-gb={caches.cpu_gb:g}",
+        f"--cpu-cache-dir={caches.cpu_dir}",
+        f"--disk-cache-gb={caches.disk_gb:g}",
+        f"--disk-cache-dir={caches.disk_dir}",
+    ]
+    if options.remote_url:
+        flags.append(f"--remote-url={options.remote_url}")
+    if options.remote_endpoint:
+        flags.append(f"--remote-endpoint={options.remote_endpoint}")
+    return tuple(flags)
 
 
 def _engine_flags(options: UpOptions) -> tuple[str, ...]:

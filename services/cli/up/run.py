@@ -14,12 +14,13 @@ from typing import Any
 from services.cli.adapters.http import is_ok
 from services.cli.adapters.rpc import WorkerRow, open_router
 from services.cli.errors import CliError, StartFailed
+from services.cli.up import caches as blockcaches
 from services.cli.up import down, state
 from services.cli.up.options import UpOptions
 from services.cli.up.plan import LOOPBACK, STOP_ORDER, etcd_spec, plan_ports, service_specs
 from services.cli.up.ports import check_free
 from services.cli.up.process import find
-from services.cli.up.spec import ProcessState, ProcessView
+from services.cli.up.spec import ProcessSpec, ProcessState, ProcessView
 from services.cli.up.state import ClusterState, Phase
 from services.cli.up.supervisor import Supervisor, supervise
 from services.cli.up.view import Reporter
@@ -67,7 +68,14 @@ class Cluster:
 class _Record:
     """Keeps cluster.json true, and the reporter told."""
 
-    def __init__(self, options: UpOptions, gateway_url: str, etcd: str, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        options: UpOptions,
+        gateway_url: str,
+        etcd: str,
+        caches: blockcaches.Caches | None,
+        reporter: Reporter,
+    ) -> None:
         self._dir = Path(options.state_dir)
         self._reporter = reporter
         me = find(os.getpid())
@@ -81,6 +89,7 @@ class _Record:
             policy=options.policy,
             etcd_endpoints=etcd,
             own_etcd=not options.etcd,
+            caches=caches,
             api_keys_file=options.api_keys_file,
             restart=options.restart,
             started_unix_s=time.time(),
@@ -121,12 +130,14 @@ async def run_cluster(
         if options.etcd:
             await _check_etcd(options.etcd)
         state.prepare(directory)
+        caches = await asyncio.to_thread(_prepare_caches, options, reporter.note)
         shutil.rmtree(directory / "etcd", ignore_errors=True)  # only leases of dead processes
         reach = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
         record = _Record(
             options,
             gateway_url=f"http://{host_port(reach, ports.gateway)}",
             etcd=options.etcd or host_port(LOOPBACK, ports.etcd),
+            caches=caches,
             reporter=reporter,
         )
         try:
@@ -142,10 +153,13 @@ async def run_cluster(
                         if own is not None:
                             supervisor.start(own)
                             await supervisor.wait_ready([own.name], 30.0)
-                        specs = service_specs(options, ports)
-                        for spec in specs:
-                            supervisor.start(spec)
+                        specs = service_specs(options, ports, caches)
                         began = time.monotonic()
+                        for spec in specs:
+                            if spec.kind == "worker" and (early := _of_kind(specs, "kvbm")):
+                                # Engines find their cache there from the first request on.
+                                await supervisor.wait_ready(early, options.start_timeout_s)
+                            supervisor.start(spec)
                         await supervisor.wait_ready(
                             [s.name for s in specs], options.start_timeout_s
                         )
@@ -163,11 +177,30 @@ async def run_cluster(
                     await _stop(supervisor, options, stop)
                     raise
                 record.phase(Phase.STOPPING)
-                reporter.note("stopping: gateway, routers, workers, etcd")
+                reporter.note("stopping: gateway, routers, workers, kvbm, etcd")
                 await _stop(supervisor, options, stop)
         finally:
             if record.state.phase is not Phase.FAILED:
                 record.phase(Phase.STOPPED)
+
+
+def _prepare_caches(options: UpOptions, note: Callable[[str], None]) -> blockcaches.Caches | None:
+    """The caches that fit, their folder made, and a word about what doesn't. Blocks."""
+    blockcaches.sweep_orphans(note)
+    plan = blockcaches.plan_caches(options)
+    for text in plan.notes:
+        note(text)
+    if plan.caches is not None:
+        try:
+            blockcaches.mark(plan.caches, Path(options.state_dir))
+        except OSError as exc:
+            note(f"no block cache: {plan.caches.cpu_dir} can't be used ({exc.strerror})")
+            return None
+    return plan.caches
+
+
+def _of_kind(specs: tuple[ProcessSpec, ...], kind: str) -> list[str]:
+    return [s.name for s in specs if s.kind == kind]
 
 
 async def wait_serving(cluster: Cluster, timeout_s: float) -> None:

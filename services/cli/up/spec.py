@@ -42,7 +42,7 @@ class ProcessSpec:
     name: str
     """Unique in the cluster; names its log and its instance id."""
     kind: str
-    """etcd, router, worker, gateway: what stops together."""
+    """etcd, router, kvbm, worker, gateway: what stops together."""
     command: tuple[str, ...]
     """Program and arguments. No secrets: anyone on the machine can read them."""
     probe: Probe

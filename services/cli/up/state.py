@@ -1,6 +1,7 @@
 """The state directory: cluster.json with every address and pid, one lock, logs, etcd's data.
 
-Layout: cluster.json, lock, logs/NAME.log, run/NAME.json (what each process said when ready), etcd/.
+Layout: cluster.json, lock, logs/NAME.log, run/NAME.json (what each process said when ready), etcd/,
+kvbm/ (blocks on disk; they stay when the cluster stops).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from services.cli.errors import StateError
+from services.cli.up.caches import Caches
 from services.cli.up.process import ProcessRef, alive
 from services.cli.up.spec import ProcessView
 
@@ -46,6 +48,8 @@ class ClusterState:
     """host:port, comma-separated."""
     own_etcd: bool
     api_keys_file: str = ""
+    caches: Caches | None = None
+    """Where its kvbm keeps blocks; None without one."""
     restart: bool = True
     started_unix_s: float = 0.0
     processes: tuple[ProcessView, ...] = ()

@@ -7,6 +7,7 @@ the real one.
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from services.cli.adapters.http import etcd_healthy
 from services.cli.errors import PortTaken, StartFailed, StateError
 from services.cli.up import daemon, plan, state
+from services.cli.up.caches import arena_dir
 from services.cli.up.down import bring_down
 from services.cli.up.options import UpOptions
 from services.cli.up.process import ProcessRef, alive, wait_gone
@@ -116,6 +118,7 @@ def options(tmp_path: Path, **changes: object) -> UpOptions:
         "python": str(tmp_path / "python"),
         "drain_timeout_s": 1.0,
         "start_timeout_s": 40.0,
+        "cpu_cache_dir": str(tmp_path / "arena"),
     }
     return UpOptions(**{**base, **changes})  # type: ignore[arg-type]
 
@@ -150,14 +153,51 @@ async def test_up_serves_and_stops_in_order(tmp_path: Path, fakes: None) -> None
     during = seen[0]
     assert during.phase is Phase.READY
     assert [p.name for p in during.processes] == [
-        "etcd", "router-0", "worker-0", "worker-1", "gateway-0",
+        "etcd", "router-0", "kvbm-0", "worker-0", "worker-1", "gateway-0",
     ]  # fmt: skip
     assert all(p.state is ProcessState.READY for p in during.processes)
     after = state.load(tmp_path / "state")
     assert after is not None and after.phase is Phase.STOPPED
     assert not any(alive(r) for r in lives(during)[1:])
     stopped = [v.name for v in reporter.views if v.state is ProcessState.STOPPED]
-    assert stopped[:2] == ["gateway-0", "router-0"] and stopped[-1] == "etcd"
+    assert stopped[:2] == ["gateway-0", "router-0"] and stopped[-2:] == ["kvbm-0", "etcd"]
+
+
+def test_cached_blocks_outlive_the_cluster_until_purged(tmp_path: Path, fakes: None) -> None:
+    directory = tmp_path / "state"
+    own = arena_dir(directory)
+    given = options(tmp_path, cpu_cache_dir="", cpu_cache_gb=0.05, disk_cache_gb=0.05)
+    try:
+        daemon.start_daemon(given, Quiet())
+        (own / "arena").write_text("G2")  # the folder is there before the daemon needs it
+        (directory / "kvbm").mkdir()
+        (directory / "kvbm" / "blocks").write_text("G3")
+        assert bring_down(directory, lambda text: None)
+        assert (own / "arena").exists() and (directory / "kvbm" / "blocks").exists()
+        told: list[str] = []
+        assert not bring_down(directory, told.append, purge=True)  # nothing ran any more
+        assert len(told) == 2
+        assert not own.exists() and not (directory / "kvbm").exists()
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+async def test_a_dead_kvbm_is_started_again(tmp_path: Path, fakes: None) -> None:
+    """R: kill -9 of the daemon: the supervisor brings it back; its workers go on."""
+
+    async def serve(cluster: Cluster) -> None:
+        (first,) = cluster.state.of_kind("kvbm")
+        workers = [w.pid for w in cluster.state.of_kind("worker")]
+        os.kill(first.pid, signal.SIGKILL)
+        again = await asyncio.to_thread(
+            _until,
+            tmp_path / "state",
+            lambda p: p.kind == "kvbm" and p.pid != first.pid and p.state is ProcessState.READY,
+        )
+        assert again.restarts == 1
+        assert [w.pid for w in cluster.state.of_kind("worker")] == workers
+
+    await run_cluster(options(tmp_path), Quiet(), StopRequests(), serve)
 
 
 async def test_a_stop_while_starting_ends_it(tmp_path: Path, fakes: None) -> None:
@@ -220,7 +260,7 @@ def test_detach_kill_revive_status_down(tmp_path: Path, fakes: None) -> None:
         assert found is not None and found.phase is Phase.READY
         assert all(alive(r) for r in lives(found))
         assert {v.name for v in reporter.views if v.state is ProcessState.READY} == {
-            "etcd", "router-0", "worker-0", "worker-1", "gateway-0",
+            "etcd", "router-0", "kvbm-0", "worker-0", "worker-1", "gateway-0",
         }  # fmt: skip
         with pytest.raises(StateError, match="already running"):
             daemon.start_daemon(given, Quiet())
@@ -334,7 +374,7 @@ def test_ctrl_c_stops_all_in_order(tmp_path: Path, fakes: None) -> None:
     assert process.returncode == 0
     assert "Traceback" not in rest
     order = [line.split()[0] for line in rest.splitlines() if " stopped" in line]
-    assert order[0] == "gateway-0" and order[-1] == "etcd" and len(order) == 5
+    assert order[0] == "gateway-0" and order[-2:] == ["kvbm-0", "etcd"] and len(order) == 6
     assert not any(alive(r) for r in lives(found))
 
 

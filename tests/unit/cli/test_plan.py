@@ -6,8 +6,9 @@ import random
 import pytest
 
 from services.cli.errors import UsageError
+from services.cli.up.caches import Caches
 from services.cli.up.options import UpOptions
-from services.cli.up.plan import etcd_spec, plan_ports, service_specs
+from services.cli.up.plan import STOP_ORDER, etcd_spec, plan_ports, service_specs
 from services.cli.up.spec import ProcessSpec
 
 
@@ -16,8 +17,8 @@ def options(**changes: object) -> UpOptions:
     return UpOptions(**{**base, **changes})  # type: ignore[arg-type]
 
 
-def by_name(given: UpOptions) -> dict[str, ProcessSpec]:
-    return {s.name: s for s in service_specs(given, plan_ports(given))}
+def by_name(given: UpOptions, caches: Caches | None = None) -> dict[str, ProcessSpec]:
+    return {s.name: s for s in service_specs(given, plan_ports(given), caches)}
 
 
 def test_default_ports_are_the_documented_ones() -> None:
@@ -28,7 +29,10 @@ def test_default_ports_are_the_documented_ones() -> None:
     assert (ports.etcd, ports.etcd_peer) == (2379, 2380)
     flags = {use.port: use.flag for use in ports.uses("127.0.0.1")}
     assert flags[8211] == "--worker-port" and flags[2380] == "--etcd-port"
-    assert len(flags) == 2 + 4 + 9 + 2
+    assert ports.kvbm == (8300, 8301, 6880)  # where dashboards of other block managers look too
+    assert flags[6880] == "--kvbm-metrics-port"
+    assert len(flags) == 2 + 4 + 9 + 3 + 2
+    assert 6880 not in {u.port for u in plan_ports(options(kvbm=False)).uses("127.0.0.1")}
 
 
 def test_ports_that_collide_are_refused() -> None:
@@ -98,6 +102,35 @@ def test_commands_carry_what_was_asked_for() -> None:
     assert all(s.env["FOREBAY_OTLP_ENDPOINT"] == "http://o:4317" for s in specs.values())
 
 
+def test_the_kvbm_comes_before_its_workers_and_both_know_its_socket() -> None:
+    caches = Caches(socket="/s/k.sock", cpu_gb=0.5, cpu_dir="/a", disk_gb=1.0, disk_dir="/d")
+    given = options(remote_url="s3://bucket/p", remote_endpoint="http://s:1", config="/c.toml")
+    specs = by_name(given, caches)
+    assert list(specs) == ["router-0", "kvbm-0", "worker-0", "worker-1", "gateway-0"]
+    for flag in (
+        "--id=kvbm-0",
+        "--host=127.0.0.1",
+        "--port=8300",
+        "--events-port=8301",
+        "--metrics-port=6880",
+        "--socket=/s/k.sock",
+        "--cpu-cache-gb=0.5",
+        "--cpu-cache-dir=/a",
+        "--disk-cache-gb=1",
+        "--disk-cache-dir=/d",
+        "--remote-url=s3://bucket/p",
+        "--remote-endpoint=http://s:1",
+        "--ready-file=/state/run/kvbm-0.json",
+    ):
+        assert flag in specs["kvbm-0"].command, flag
+    assert specs["kvbm-0"].env["FOREBAY_CONFIG"] == "/c.toml"
+    assert "--kvbm=unix:/s/k.sock" in specs["worker-1"].command
+    without = by_name(given)
+    assert "kvbm-0" not in without
+    assert not [f for f in without["worker-0"].command if f.startswith("--kvbm")]
+    assert STOP_ORDER.index("worker") < STOP_ORDER.index("kvbm") < STOP_ORDER.index("etcd")
+
+
 def test_what_was_not_asked_for_stays_the_services_own() -> None:
     worker = by_name(options())["worker-0"].command
     assert not [f for f in worker if f.startswith(("--dtype", "--kv", "--max", "--engine", "--ad"))]
@@ -126,6 +159,8 @@ def test_etcd_stays_on_loopback(tmp_path: object) -> None:
     [
         ({"policy": "best"}, "--policy is 'best'"),
         ({"workers": 0}, "at least 1"),
+        ({"cpu_cache_gb": 0.0}, "without any caches: --no-kvbm"),
+        ({"disk_cache_gb": -1.0}, "--disk-cache-gb is -1"),
         ({"engine_args": "{"}, "--engine-args is not JSON"),
         ({"engine_args": "[1]"}, "must be a JSON object, not list"),
     ],
