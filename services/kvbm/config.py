@@ -129,6 +129,16 @@ class KvbmSettings(ServiceSettings):
         """Bytes of G3; 0: none."""
         return int(self.disk_cache_gb * GIB)
 
+    @property
+    def disk_folder(self) -> Path:
+        """Folder of G3."""
+        return Path(self.disk_cache_dir)
+
+    @property
+    def disk_free_bytes(self) -> int:
+        """Bytes of the disk that stay free."""
+        return int(self.disk_free_gb * GIB)
+
     @field_validator("remote_url")
     @classmethod
     def _url(cls, value: str) -> str:

@@ -63,12 +63,12 @@ class RpcServer:
 
 @asynccontextmanager
 async def rpc_server(
-    host: str, port: int, services: Sequence[Service], *, grace_s: float = 1.0
+    host: str, port: int, services: Sequence[Service], *, grace_s: float = 1.0, socket: str = ""
 ) -> AsyncIterator[RpcServer]:
     """Serves `services` on host:port (0 picks a free port), NOT_SERVING until told otherwise.
 
-    At the end it closes the port and gives running calls `grace_s` seconds. Raises Unavailable
-    (PORT_TAKEN) when the port can't be had.
+    `socket` is the path of a Unix socket to serve on as well. At the end it closes both and gives
+    running calls `grace_s` seconds. Raises Unavailable (PORT_TAKEN) when one can't be had.
     """
     server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
     for service in services:
@@ -91,6 +91,11 @@ async def rpc_server(
             f"gRPC port {host_port(host, port)} can't be opened; is another process using it?",
             reason="PORT_TAKEN",
         ) from exc
+    if socket:
+        try:
+            server.add_insecure_port(f"unix:{socket}")
+        except RuntimeError as exc:
+            raise Unavailable(f"Unix socket {socket} can't be opened", reason="PORT_TAKEN") from exc
     running = RpcServer(bound, names, health)
     await running.set_serving(False)
     await server.start()

@@ -65,6 +65,10 @@ class DiskSpace(Protocol):
         """Makes sure that no later start finds blocks in these slots."""
         ...
 
+    async def grow(self) -> int:
+        """Takes more of the disk if the cap and the free-space floor allow; how many slots came."""
+        ...
+
     async def close(self, *, remove: bool = False) -> None:
         """Closes its files; removes them too when asked."""
         ...

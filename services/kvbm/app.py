@@ -1,0 +1,171 @@
+"""A kvbm process: what is made, in which order it starts, and how it stops.
+
+Memory and disk are taken over before anybody can ask. It stops the other way round, and leaves
+every block for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+from services.common.cards import Instance, InstanceKind
+from services.common.discovery import open_discovery
+from services.common.events.publisher import EventPublisher, open_publisher
+from services.common.events.tiers import REMOTE_LABEL
+from services.common.ids import new_incarnation
+from services.common.lifecycle import Lifecycle
+from services.common.rpc.server import RpcServer, rpc_server
+from services.common.telemetry.logging import get_logger
+from services.common.telemetry.metrics import metrics_server, new_registry
+from services.common.telemetry.tracing import tracing
+from services.kvbm.caretaker import Caretaker
+from services.kvbm.config import KvbmSettings
+from services.kvbm.curator import Curator
+from services.kvbm.metrics import KvbmMetrics
+from services.kvbm.node import Node
+from services.kvbm.owners import Owners
+from services.kvbm.readers import Readers
+from services.kvbm.server import KvbmServicer
+from services.kvbm.tiers.disk import open_disk_tier
+from services.kvbm.tiers.host import HostTier
+from services.kvbm.tiers.object import open_object_tier
+from services.kvbm.tiers.port import DiskTier, ObjectTier
+
+LINGER_S = 0.2
+"""How long a stopping daemon answers on, while others read that it leaves."""
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Daemon:
+    """A daemon that serves."""
+
+    instance: Instance
+    node: Node
+    readers: Readers
+    caretaker: Caretaker
+    rpc: RpcServer
+
+
+async def main(settings: KvbmSettings, life: Lifecycle) -> None:
+    """Serves until a stop is asked for; all blocks stay."""
+    async with daemon(settings) as running, open_discovery(settings) as discovery:
+        async with asyncio.TaskGroup() as tasks:
+            loops = running.caretaker.start(tasks)
+            async with discovery.registered(running.instance) as record:
+                await running.rpc.set_serving(True)
+                life.ready(running.instance, settings.ready_file)
+                await life.wait_stop()
+                await running.rpc.set_serving(False)
+                if discovery.connected:
+                    await record.update(replace(running.instance, draining=True))
+                await asyncio.sleep(min(LINGER_S, settings.drain_timeout_s))
+            for loop in loops:
+                loop.cancel()
+
+
+@asynccontextmanager
+async def daemon(settings: KvbmSettings) -> AsyncIterator[Daemon]:
+    """A daemon that answers while the context lasts; its own work and its record are the caller's.
+
+    Raises Unavailable (PORT_TAKEN), or OSError when memory or disk can't be had.
+    """
+    id = settings.id or f"kvbm-{socket.gethostname()}"
+    incarnation = new_incarnation()
+    async with AsyncExitStack() as stack:
+        registry = new_registry()
+        metrics = KvbmMetrics(registry)
+        metrics_port = 0
+        if settings.metrics:
+            metrics_port = stack.enter_context(
+                metrics_server(registry, settings.host, settings.metrics_port)
+            )
+        stack.enter_context(tracing("kvbm", id, settings.otlp_endpoint))
+        publisher = await stack.enter_async_context(
+            open_publisher(
+                settings.host,
+                settings.events_port,
+                id,
+                incarnation,
+                advertise_host=settings.advertise_host,
+            )
+        )
+        node = await _node(stack, settings, id, incarnation, publisher, metrics)
+        readers = Readers(node, metrics)
+        caretaker = Caretaker(node, readers, metrics)
+        curator = Curator(node, readers, caretaker)
+        servicer = KvbmServicer(node, readers, curator, publisher, metrics)
+        rpc = await stack.enter_async_context(
+            rpc_server(settings.host, settings.port, [servicer.service()], socket=settings.socket)
+        )
+        instance = Instance(
+            id=id,
+            kind=InstanceKind.KVBM,
+            incarnation=incarnation,
+            address=settings.advertised(rpc.port),
+            events_address=publisher.address,
+            metrics_address=settings.advertised(metrics_port) if metrics_port else "",
+            labels={REMOTE_LABEL: settings.remote_url} if settings.remote_url else {},
+        )
+        yield Daemon(instance, node, readers, caretaker, rpc)
+
+
+async def _node(
+    stack: AsyncExitStack,
+    settings: KvbmSettings,
+    id: str,
+    incarnation: int,
+    publisher: EventPublisher,
+    metrics: KvbmMetrics,
+) -> Node:
+    owners = Owners(settings.arena_dir)
+    stack.callback(owners.close)
+    host = HostTier(settings.arena_dir, settings.g2_bytes, settings.arena_share)
+    stack.push_async_callback(host.close)
+    if settings.purge:
+        log.info("removed, as asked", arenas=await host.purge())
+    disk = await _disk(stack, settings)
+    remote = await _remote(stack, settings)
+    node = Node(id, incarnation, settings, host, owners, disk, remote, publisher.publish, metrics)
+    stack.push_async_callback(node.close)
+    await node.adopt()
+    return node
+
+
+async def _disk(stack: AsyncExitStack, settings: KvbmSettings) -> DiskTier | None:
+    if not settings.g3_bytes:
+        return None
+    return await stack.enter_async_context(
+        open_disk_tier(
+            settings.disk_folder,
+            settings.g3_bytes,
+            settings.disk_free_bytes,
+            nixl=settings.nixl,
+            direct=settings.direct_io,
+            gds=settings.nixl_backend_gds,
+            purge=settings.purge,
+        )
+    )
+
+
+async def _remote(stack: AsyncExitStack, settings: KvbmSettings) -> ObjectTier | None:
+    if not settings.remote_url:
+        return None
+    return await stack.enter_async_context(
+        open_object_tier(
+            settings.remote_url,
+            settings.remote_endpoint,
+            settings.remote_region,
+            settings.remote_access_key,
+            settings.remote_secret_key,
+            run_blocks=settings.remote_run_blocks,
+            timeout_s=settings.remote_timeout_s,
+            ttl_s=settings.remote_ttl_s,
+            nixl=settings.nixl,
+            file_mover=None,
+        )
+    )

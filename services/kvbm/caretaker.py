@@ -1,0 +1,205 @@
+"""What the daemon does by itself: blocks go down, the dead are buried, bytes are verified.
+
+None of it stands in a request's way: each loop does a little, and gives way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from services.common.events.model import Tier
+from services.common.telemetry.logging import get_logger
+from services.kvbm.core.model import Owner, ReadyBlock, SlotRef
+from services.kvbm.core.offload import WriteBudget
+from services.kvbm.metrics import KvbmMetrics
+from services.kvbm.moves import BATCH_BLOCKS
+from services.kvbm.node import Node
+from services.kvbm.readers import Readers, verify
+from services.kvbm.space import Space, slot_header
+from services.kvbm.tiers.port import DiskTier, Health, ObjectTier, Transfer
+
+TICK_S = 0.25
+OFFLOAD_S = 0.2
+"""Pause between two looks at what may go down, when nothing new has come."""
+PROBE_S = 2.0
+"""Pause between two tries of a tier that does not store."""
+REMOTE_MB_S = 100.0
+"""Write budget of remote storage, in MiB a second on average."""
+SCRUBBER = Owner((1 << 64) - 2)
+"""Owner of the slots into which blocks on disk are read to be verified."""
+log = get_logger(__name__)
+
+
+class Caretaker:
+    """The daemon's own work. Loop's thread only."""
+
+    def __init__(self, node: Node, readers: Readers, metrics: KvbmMetrics) -> None:
+        self._node = node
+        self._readers = readers
+        self._metrics = metrics
+        self._remote_budget = WriteBudget(REMOTE_MB_S * 2**20)
+
+    def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Starts all loops; cancelling them stops them."""
+        node = self._node
+        loops = [
+            tasks.create_task(self._tick(), name="tick"),
+            tasks.create_task(self._down(), name="offload"),
+        ]
+        if node.settings.scrub_mb_s:
+            loops.append(tasks.create_task(self._scrub(), name="scrub"))
+        for tier in (node.disk, node.remote):
+            if tier is not None:
+                loops.append(tasks.create_task(self._probe(tier), name="probe"))
+        return loops
+
+    async def _tick(self) -> None:
+        while True:
+            try:
+                self._node.bury_dead()
+                self._readers.expire()
+                self._observe()
+            except Exception:  # a loop's boundary: the next tick tries again
+                log.exception("housekeeping failed")
+            await asyncio.sleep(TICK_S)
+
+    def _observe(self) -> None:
+        node, metrics = self._node, self._metrics
+        totals = node.totals()
+        for tier, (blocks, used, capacity, health) in totals.items():
+            metrics.occupancy(tier, blocks, used, capacity, health.ok)
+        counts = [s.catalog.counts() for s in node.spaces.values()]
+        metrics.holdings(
+            self._readers.leases,
+            sum(c.pins for c in counts),
+            sum(c.granted for c in counts),
+            sum(sum(c.quarantined.values()) for c in counts),
+            len(node.attached),
+        )
+        now = time.monotonic()
+        metrics.budget(Tier.G3, node.disk_budget.left(now))
+        metrics.budget(Tier.G4, self._remote_budget.left(now))
+        for space in node.spaces.values():
+            metrics.rates(space.gate.rates())
+            space.tell_rates()
+
+    # Down.
+
+    async def _down(self) -> None:
+        while True:
+            moved = 0
+            for space in list(self._node.spaces.values()):
+                try:
+                    moved += await self._to_disk(space) + await self._to_remote(space)
+                except Exception:  # a loop's boundary: the next round tries again
+                    log.exception("offloading failed")
+            if not moved:
+                await asyncio.sleep(OFFLOAD_S)
+
+    async def _to_disk(self, space: Space) -> int:
+        disk = self._node.disk
+        if space.disk is None or disk is None or not disk.health.ok:
+            return 0
+        now = time.monotonic()
+        keys = space.plan.choose(space.catalog, Tier.G2, Tier.G3, now, BATCH_BLOCKS)
+        if not keys:
+            return 0
+        if space.catalog.counts().free.get(Tier.G3, 0) < len(keys):
+            grown = await space.disk.grow()
+            if grown:
+                space.catalog.add_slots(Tier.G3, grown)
+        return await self._node.moves[space.namespace].to_disk(keys)
+
+    async def _to_remote(self, space: Space) -> int:
+        """One run whose last block has gone down, if all of it is in host memory."""
+        remote = self._node.remote
+        if space.remote is None or remote is None or not remote.health.ok or not space.run_ends:
+            return 0
+        last = next(iter(space.run_ends))
+        size = space.remote.run_blocks * space.geometry.payload_bytes
+        if not self._remote_budget.take(size, time.monotonic()):
+            return 0
+        del space.run_ends[last]
+        run = _run_before(space, last, space.remote.run_blocks)
+        if run is None:
+            return 0
+        if any(Tier.G2 not in space.catalog.tiers_of(key) for key in run):
+            await self._node.moves[space.namespace].promote(run)
+        return await self._node.moves[space.namespace].to_remote(run)
+
+    async def _probe(self, tier: DiskTier | ObjectTier) -> None:
+        known = Health(True)
+        while True:
+            health = tier.health if tier.health.ok else await tier.probe()
+            if health != known:
+                say = log.info if health.ok else log.warning
+                say(
+                    "tier works" if health.ok else "tier degraded", place=tier.place, why=health.why
+                )
+                known = health
+            await asyncio.sleep(PROBE_S)
+
+    # Verification.
+
+    async def _scrub(self) -> None:
+        """Goes round all blocks at a bounded rate."""
+        rate = self._node.settings.scrub_mb_s * 2**20
+        while True:
+            for space in list(self._node.spaces.values()):
+                for tier in (Tier.G2, Tier.G3):
+                    for key in list(space.catalog.keys(tier)):
+                        await asyncio.sleep(space.geometry.payload_bytes / rate)
+                        with contextlib.suppress(OSError):
+                            await self.check(space, tier, key)
+            await asyncio.sleep(1.0)
+
+    async def check(self, space: Space, tier: Tier, key: bytes) -> bool:
+        """Verifies one block where it lies; False when it was bad, and is forgotten."""
+        meta, ref = space.catalog.meta(key), space.catalog.slot(tier, key)
+        if meta is None or ref is None:
+            return True
+        if tier is Tier.G2:
+            good = await verify(self._node, space, ReadyBlock(key, ref, meta.checksums))
+        else:
+            good = await self._check_disk(space, key, ref)
+        self._metrics.scrubbed(tier, 1)
+        return good
+
+    async def _check_disk(self, space: Space, key: bytes, ref: SlotRef) -> bool:
+        """Reads a block on disk into a slot that nobody else uses; its verdict is the load's."""
+        now = self._node.now_ms
+        slots = space.catalog.grant(SCRUBBER, 1, now())
+        space.apply()
+        if not slots or space.disk is None:
+            return True
+        meta = space.catalog.meta(key)
+        assert meta is not None
+        header = slot_header(meta, ref.generation, space.geometry.payload_bytes)
+        result = await space.disk.load(
+            [Transfer(slots[0].index, header, ref.index)], self._node.settings.disk_timeout_s
+        )
+        if result.fence is not None:
+            await result.fence
+        space.catalog.give_back(SCRUBBER, slots[0], now())
+        error = result.errors[0]
+        bad = error is not None and error.startswith("corrupt")
+        if bad and space.catalog.slot(Tier.G3, key) == ref:
+            log.error("a block on disk is corrupt", slot=ref.index, why=error)
+            self._metrics.corrupt(Tier.G3)
+            space.catalog.forget(Tier.G3, key, now())
+        space.apply()
+        return not bad
+
+
+def _run_before(space: Space, last: bytes, size: int) -> list[bytes] | None:
+    """The aligned run that ends with `last`, from its first block on, if all of it is here."""
+    run = [last]
+    while len(run) < size:
+        meta = space.catalog.meta(run[-1])
+        if meta is None or not any(meta.parent):
+            return None
+        run.append(meta.parent)
+    run.reverse()
+    return run if all(space.catalog.tiers_of(key) for key in run) else None

@@ -1,0 +1,262 @@
+"""Blocks between host memory and the tiers below: promotions, and writes downwards.
+
+Each block that sets out ends once: there, failed, or with its slot quarantined until the operation
+behind it is terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from services.common.arena import SlotHeader
+from services.common.events.model import Tier
+from services.common.telemetry.logging import get_logger
+from services.kvbm.core.catalog import Copy
+from services.kvbm.core.model import BlockMeta, SlotRef
+from services.kvbm.metrics import KvbmMetrics
+from services.kvbm.space import Space
+from services.kvbm.tiers.port import Transfer, Transferred
+
+BATCH_BLOCKS = 16
+"""Blocks in one batch of I/O: large enough to keep a disk busy, small enough to fail alone."""
+BATCHES_AT_ONCE = 2
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """Blocks that a promotion has brought into host memory, by where they came from."""
+
+    disk: int = 0
+    remote: int = 0
+
+
+class Moves:
+    """All movements of one namespace. Loop's thread only."""
+
+    def __init__(
+        self,
+        space: Space,
+        metrics: KvbmMetrics,
+        now_ms: Callable[[], int],
+        now_s: Callable[[], float],
+        *,
+        disk_timeout_s: float,
+        remote_timeout_s: float,
+    ) -> None:
+        self._space = space
+        self._metrics = metrics
+        self._now_ms = now_ms
+        self._now_s = now_s
+        self._disk_timeout_s = disk_timeout_s
+        self._remote_timeout_s = remote_timeout_s
+        self._flying: dict[bytes, asyncio.Future[None]] = {}
+        self._lane = asyncio.Semaphore(BATCHES_AT_ONCE)
+
+    # Up.
+
+    async def promote(self, keys: Sequence[bytes], first: int = 0) -> Promoted:
+        """Brings blocks of a chain into host memory; how many came by this call.
+
+        `keys` is the whole chain from its start; blocks before number `first` are not wanted.
+        Stops at the first block that is nowhere. Returns when each block is there or has failed.
+        """
+        space, wanted = self._space, keys[first:]
+        waits: list[asyncio.Future[None]] = []
+        copies: list[Copy] = []
+        known = 0
+        for key in wanted:
+            if (flying := self._flying.get(key)) is not None:
+                waits.append(flying)
+                known += 1
+                continue
+            tiers = space.catalog.tiers_of(key)
+            if not tiers or tiers == (Tier.G4,):
+                break
+            if Tier.G2 not in tiers:
+                copy = space.catalog.begin_copy(key, Tier.G3, Tier.G2, self._now_ms())
+                if copy is None:
+                    break
+                copies.append(copy)
+            known += 1
+        space.apply()
+        work: list[Awaitable[int]] = [
+            self._flight(batch, self._from_disk(batch)) for batch in _batches(copies)
+        ]
+        disk, remote = asyncio.gather(*work), 0
+        if known < len(wanted):
+            remote = await self._from_remote(keys, first + known)
+        moved = Promoted(sum(await disk), remote)
+        if waits:
+            await asyncio.wait(waits)
+        return moved
+
+    async def _flight(self, copies: Sequence[Copy], work: Awaitable[int]) -> int:
+        """Runs `work`, and tells who waits for these blocks when it is over."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for copy in copies:
+            self._flying[copy.meta.key] = done
+        try:
+            async with self._lane:
+                return await work
+        finally:
+            for copy in copies:
+                if self._flying.get(copy.meta.key) is done:
+                    del self._flying[copy.meta.key]
+            done.set_result(None)
+
+    async def _from_disk(self, copies: Sequence[Copy]) -> int:
+        space = self._space
+        assert space.disk is not None
+        transfers = [
+            Transfer(
+                _slot(copy.target_slot),
+                space.header_of(copy, Tier.G3),
+                _slot(copy.source_slot),
+            )
+            for copy in copies
+        ]
+        result = await space.disk.load(transfers, self._disk_timeout_s)
+        return self._ended(copies, result, Tier.G3, Tier.G2)
+
+    async def _from_remote(self, keys: Sequence[bytes], first: int) -> int:
+        """Fetches blocks from number `first` on, whole runs at a time, as far as they are there."""
+        space = self._space
+        if space.remote is None or first >= len(keys):
+            return 0
+        there = await space.remote.find(keys, self._remote_timeout_s)
+        space.catalog.set_remote(keys[:there], True)
+        size = space.remote.run_blocks
+        work: list[Awaitable[int]] = []
+        for start in range(first - first % size, there, size):
+            copies: list[Copy] = []
+            # A run is read from its start: blocks of it that are here already end its use.
+            for position in range(start, min(start + size, there)):
+                key = keys[position]
+                meta = BlockMeta(key, keys[position - 1] if position else bytes(32), position)
+                if position < first or key in self._flying:
+                    continue
+                copy = space.catalog.begin_fetch(meta, self._now_ms())
+                if copy is not None:
+                    copies.append(copy)
+            if copies:
+                work.append(self._flight(copies, self._run_from_remote(copies)))
+        space.apply()
+        return sum(await asyncio.gather(*work)) if work else 0
+
+    async def _run_from_remote(self, copies: Sequence[Copy]) -> int:
+        space = self._space
+        assert space.remote is not None
+        transfers = [
+            Transfer(_slot(copy.target_slot), space.header_of(copy, Tier.G2)) for copy in copies
+        ]
+        result = await space.remote.load(transfers, self._remote_timeout_s)
+        return self._ended(copies, result, Tier.G4, Tier.G2)
+
+    # Down.
+
+    async def to_disk(self, keys: Sequence[bytes]) -> int:
+        """Writes blocks from host memory to disk; how many arrived."""
+        space = self._space
+        if space.disk is None:
+            return 0
+        copies = []
+        for key in keys:
+            copy = space.catalog.begin_copy(key, Tier.G2, Tier.G3, self._now_ms())
+            if copy is not None:
+                copies.append(copy)
+        space.apply()
+        if not copies:
+            return 0
+        transfers = [
+            Transfer(
+                _slot(copy.source_slot),
+                space.header_of(copy, Tier.G3),
+                _slot(copy.target_slot),
+            )
+            for copy in copies
+        ]
+        space.reused([t.slot for t in transfers])
+        result = await space.disk.store(transfers, self._disk_timeout_s)
+        done = self._ended(copies, result, Tier.G2, Tier.G3)
+        self._metrics.count("offload_blocks_h2d", done)
+        return done
+
+    async def to_remote(self, run: Sequence[bytes]) -> int:
+        """Writes one aligned run, whole in host memory, to remote storage."""
+        space = self._space
+        if space.remote is None:
+            return 0
+        copies = []
+        for key in run:
+            copy = space.catalog.begin_copy(key, Tier.G2, Tier.G4, self._now_ms())
+            if copy is not None:
+                copies.append(copy)
+        space.apply()
+        if len(copies) < len(run):
+            for copy in copies:
+                space.catalog.end_copy(copy, False, self._now_ms())
+            space.apply()
+            return 0
+        transfers = [
+            Transfer(_slot(copy.source_slot), space.header_of(copy, Tier.G2)) for copy in copies
+        ]
+        result = await space.remote.store(transfers, self._remote_timeout_s)
+        done = self._ended(copies, result, Tier.G2, Tier.G4)
+        self._metrics.count("offload_blocks_d2o", done)
+        return done
+
+    # Both.
+
+    def _ended(
+        self, copies: Sequence[Copy], result: Transferred, source: Tier, target: Tier
+    ) -> int:
+        """Books how a batch ended; how many blocks arrived."""
+        space, lower = self._space, max(source, target)
+        headers: Sequence[SlotHeader | None] = result.headers or [None] * len(copies)
+        unfinished: list[Copy] = []
+        done = 0
+        for copy, error, header in zip(copies, result.errors, headers, strict=True):
+            if error is None:
+                done += space.catalog.end_copy(copy, True, self._now_ms(), header=header)
+                continue
+            terminal = result.fence is None
+            space.catalog.end_copy(copy, False, self._now_ms(), terminal=terminal)
+            if not terminal:
+                unfinished.append(copy)
+            self._metrics.failed(lower, error)
+            if error.startswith("corrupt"):
+                self._metrics.corrupt(source)
+                log.warning("a stored block is corrupt", tier=source.name, why=error)
+                if source is Tier.G3:
+                    space.catalog.forget(Tier.G3, copy.meta.key, self._now_ms())
+            if source is Tier.G4:
+                space.catalog.set_remote([copy.meta.key], False)
+        space.apply()
+        if done:
+            self._metrics.moved(source, target, done * space.geometry.payload_bytes, result.seconds)
+            if target is Tier.G2:
+                space.gate.observe(source, done, result.seconds, self._now_s())
+        elif target is Tier.G2 and result.errors:
+            # A load that took its time and brought nothing is the dearest of all.
+            space.gate.observe(source, len(copies), max(result.seconds, 0.001) * 2, self._now_s())
+        if result.fence is not None:
+            space.background(self._await_fence(result.fence, unfinished), "fence")
+        return done
+
+    async def _await_fence(self, fence: Awaitable[None], copies: Sequence[Copy]) -> None:
+        await fence
+        for copy in copies:
+            self._space.catalog.fence_passed(copy, self._now_ms())
+        self._space.apply()
+
+
+def _slot(ref: SlotRef | None) -> int:
+    assert ref is not None, "a copy between tiers with slots has both slots"
+    return ref.index
+
+
+def _batches(copies: Sequence[Copy]) -> list[Sequence[Copy]]:
+    return [copies[i : i + BATCH_BLOCKS] for i in range(0, len(copies), BATCH_BLOCKS)]

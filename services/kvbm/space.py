@@ -1,0 +1,228 @@
+"""One namespace: its catalog, its arena, its places on disk and in remote storage.
+
+Performs what the catalog decides, in the same call, so that a snapshot taken between two calls is
+exact at the last sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from services.common.arena import Arena, CorruptHeader, Geometry, SlotHeader, SlotState
+from services.common.blocks import block_key
+from services.common.events.model import BlocksCleared, Event, Tier, TierBlocks, TierRate
+from services.common.events.tiers import tier_events
+from services.common.telemetry.logging import get_logger
+from services.kvbm.core.catalog import Catalog, Copy
+from services.kvbm.core.gate import Gate
+from services.kvbm.core.model import Adopted, BlockMeta
+from services.kvbm.core.offload import OffloadPlan
+from services.kvbm.metrics import KvbmMetrics
+from services.kvbm.tiers.port import DiskSpace, ObjectSpace
+
+ADOPT_AT_ONCE = 2048
+"""Headers read at start before others get their turn."""
+log = get_logger(__name__)
+
+
+def slot_header(meta: BlockMeta, generation: int, payload_bytes: int) -> SlotHeader:
+    """The header of a block in a slot."""
+    return SlotHeader(
+        SlotState.SEALED,
+        generation,
+        meta.key,
+        meta.parent,
+        meta.position,
+        meta.tenant,
+        0,
+        meta.created_ms,
+        meta.expires_ms,
+        payload_bytes,
+        tuple(meta.checksums),
+    )
+
+
+class Space:
+    """One namespace's blocks. Loop's thread only."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        catalog: Catalog,
+        gate: Gate,
+        plan: OffloadPlan,
+        disk: DiskSpace | None,
+        remote: ObjectSpace | None,
+        publish: Callable[[Sequence[Event]], int],
+        metrics: KvbmMetrics,
+    ) -> None:
+        self.arena = arena
+        self.catalog = catalog
+        self.gate = gate
+        self.plan = plan
+        self.disk = disk
+        self.remote = remote
+        self.metrics = metrics
+        self.model = ""
+        """Name of the model, for people."""
+        self.stored = asyncio.Event()
+        """Set whenever blocks have appeared: there may be something to write down."""
+        self.run_ends: dict[bytes, None] = {}
+        """Blocks whose run may be worth writing to remote storage, oldest first."""
+        self.told_rates: dict[Tier, TierRate] = {}
+        """Rates as routers last heard of them."""
+        self._publish = publish
+        self._short: dict[int, bytes] = {}
+        self._erasures: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def namespace(self) -> bytes:
+        """Its digest, 32 bytes."""
+        return self.arena.namespace
+
+    @property
+    def geometry(self) -> Geometry:
+        """How its blocks are made up."""
+        return self.arena.geometry
+
+    def long_keys(self, short: Sequence[int]) -> list[bytes]:
+        """Full hashes of the leading blocks that are stored here, by their low 64 bits."""
+        keys = []
+        for number in short:
+            key = self._short.get(number)
+            if key is None:
+                break
+            keys.append(key)
+        return keys
+
+    def apply(self) -> None:
+        """Performs what the catalog has decided: headers first, then the news."""
+        changes = self.catalog.take_changes()
+        for write in changes.headers:
+            if write.tier is Tier.G2:
+                self.arena.write_header(write.slot, write.header)
+            elif write.header.state is SlotState.FREE:
+                self._erasures.add(write.slot)
+            else:
+                self._erasures.discard(write.slot)
+        # A block may have come and gone in one call: what counts is whether it is there now.
+        tiers_of = self.catalog.tiers_of
+        stored = [(t, k) for t, k in dict.fromkeys(changes.stored) if t in tiers_of(k)]
+        removed = [(t, k) for t, k in dict.fromkeys(changes.removed) if t not in tiers_of(k)]
+        for tier, key in removed:
+            self.metrics.evicted(tier, 1)
+            if not tiers_of(key):
+                self._short.pop(block_key(key), None)
+                self.run_ends.pop(key, None)
+        for tier, key in stored:
+            self._short[block_key(key)] = key
+            self._note_run_end(key, tier)
+            if tier is Tier.G2:
+                self.plan.stored(key, time.monotonic())
+        if stored:
+            self.stored.set()
+        self._publish(tier_events(self.namespace, stored, removed))
+
+    def _note_run_end(self, key: bytes, tier: Tier) -> None:
+        """A run goes to remote storage once its last block went down to disk, if there is one."""
+        if self.remote is None or tier is not (Tier.G3 if self.disk else Tier.G2):
+            return
+        meta = self.catalog.meta(key)
+        if (
+            meta is not None
+            and meta.position % self.remote.run_blocks == self.remote.run_blocks - 1
+        ):
+            self.run_ends[key] = None
+            while len(self.run_ends) > 4096:
+                self.run_ends.pop(next(iter(self.run_ends)))
+
+    async def adopt(self, now_ms: int, alive: Callable[[int], bool]) -> dict[Adopted, int]:
+        """Reads all headers, in memory and on disk, and takes over what is whole."""
+        counts: dict[Adopted, int] = {}
+        tiers = [(Tier.G2, self.arena.headers())]
+        if self.disk is not None:
+            tiers.append((Tier.G3, self.disk.headers()))
+        for tier, headers in tiers:
+            for slot, header in enumerate(headers):
+                whole = None if isinstance(header, CorruptHeader) else header
+                result = self.catalog.adopt(tier, slot, whole, now_ms, alive)
+                counts[result] = counts.get(result, 0) + 1
+                if result is Adopted.CORRUPT:
+                    self.metrics.corrupt(tier)
+                if slot % ADOPT_AT_ONCE == ADOPT_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+        self.apply()
+        return counts
+
+    def header_of(self, copy: Copy, tier: Tier) -> SlotHeader:
+        """The header of a moving block as it is, or shall be, in one of the two tiers."""
+        ref = copy.source_slot if tier is copy.source else copy.target_slot
+        generation = ref.generation if ref is not None else 0
+        return slot_header(copy.meta, generation, self.geometry.payload_bytes)
+
+    async def erase_dropped(self) -> None:
+        """Makes sure that disk slots whose blocks were dropped hold nothing after a restart."""
+        if self.disk is not None and self._erasures:
+            slots, self._erasures = sorted(self._erasures), set()
+            await self.disk.erase(slots)
+
+    def reused(self, slots: Sequence[int]) -> None:
+        """Disk slots are about to be written: erasing them later would destroy the new block."""
+        self._erasures.difference_update(slots)
+
+    def background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs something that outlives its caller, until `close`."""
+        task = asyncio.create_task(self._guarded(work, name), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _guarded(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        try:
+            await work
+        except Exception:  # a task's boundary: what it worked on stays quarantined
+            log.exception("a background operation failed", what=name)
+            self.metrics.failed(Tier.G2, "internal")
+
+    def tier_blocks(self) -> list[TierBlocks]:
+        """All blocks that can be found, for a snapshot."""
+        return [
+            TierBlocks(
+                tier, [block_key(k) for k in self.catalog.keys(tier)], namespace=self.namespace
+            )
+            for tier in (Tier.G2, Tier.G3, Tier.G4)
+        ]
+
+    def tell_rates(self) -> None:
+        """Tells routers what the gate has learned, where it differs by more than a tenth."""
+        for tier, rate in self.gate.rates().items():
+            told = self.told_rates.get(tier)
+            fresh = TierRate(tier, rate.latency_s, rate.block_s, self.namespace)
+            if rate.samples and (told is None or _differ(told, fresh)):
+                self.told_rates[tier] = fresh
+                self._publish([fresh])
+
+    def announce_end(self) -> None:
+        """Tells that all its blocks are gone: the namespace makes room for another."""
+        for tier in (Tier.G2, Tier.G3, Tier.G4):
+            self._publish([BlocksCleared(tier, namespace=self.namespace)])
+
+    async def close(self) -> None:
+        """Waits for what moves, then lets go of disk and memory; everything stays for the next."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=10)
+        for task in self._tasks:
+            task.cancel()
+        await self.erase_dropped()
+        if self.disk is not None:
+            await self.disk.close()
+        self.arena.close()
+
+
+def _differ(a: TierRate, b: TierRate) -> bool:
+    pairs = ((a.latency_s, b.latency_s), (a.block_s, b.block_s))
+    return any(abs(x - y) > 0.1 * max(x, y) for x, y in pairs)
