@@ -53,19 +53,22 @@ class Daemon:
 
 async def main(settings: KvbmSettings, life: Lifecycle) -> None:
     """Serves until a stop is asked for; all blocks stay."""
-    async with daemon(settings) as running, open_discovery(settings) as discovery:
-        async with asyncio.TaskGroup() as tasks:
-            loops = running.caretaker.start(tasks)
-            async with discovery.registered(running.instance) as record:
-                await running.rpc.set_serving(True)
-                life.ready(running.instance, settings.ready_file)
-                await life.wait_stop()
-                await running.rpc.set_serving(False)
-                if discovery.connected:
-                    await record.update(replace(running.instance, draining=True))
-                await asyncio.sleep(min(LINGER_S, settings.drain_timeout_s))
-            for loop in loops:
-                loop.cancel()
+    async with (
+        daemon(settings) as running,
+        open_discovery(settings) as discovery,
+        asyncio.TaskGroup() as tasks,
+    ):
+        loops = running.caretaker.start(tasks)
+        async with discovery.registered(running.instance) as record:
+            await running.rpc.set_serving(True)
+            life.ready(running.instance, settings.ready_file)
+            await life.wait_stop()
+            await running.rpc.set_serving(False)
+            if discovery.connected:
+                await record.update(replace(running.instance, draining=True))
+            await asyncio.sleep(min(LINGER_S, settings.drain_timeout_s))
+        for loop in loops:
+            loop.cancel()
 
 
 @asynccontextmanager
