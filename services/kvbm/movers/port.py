@@ -26,10 +26,15 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True)
 class ObjectPiece:
-    """One whole object of `memory.length` bytes at `key`."""
+    """One object at `key`: its bytes are those of the parts, one after the other."""
 
-    memory: Memory
+    parts: Sequence[Memory]
     key: str
+
+    @property
+    def length(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.length for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +57,23 @@ class Moved:
 
 
 class FileMover(Protocol):
-    """Moves pieces of files. Loop's thread only; the work is done elsewhere."""
+    """Moves pieces of files. Loop's thread only; the work is done elsewhere.
+
+    Errors begin with their kind: an errno's name ("EIO: ..."), "short: ...", "timeout: ...", or
+    "refused: ..." (not even tried). A call that is cancelled begins nothing more, but what it had
+    begun goes on: who cancels must not reuse the memory before `close`.
+    """
 
     name: str
-    """As shown to people, with what is in use: "nixl-posix(uring,direct)", "plain(buffered)"."""
+    """As shown to people, with what is in use, and why nothing better is:
+    "nixl-posix(aio,direct)", "plain(buffered): O_DIRECT refused (EINVAL)"."""
+    direct: bool
+    """Whether files are to be opened with O_DIRECT, and pieces to be whole pages."""
+
+    @property
+    def stuck(self) -> int:
+        """Operations that hang past their deadline."""
+        ...
 
     async def read(self, pieces: Sequence[FilePiece], timeout_s: float) -> Moved:
         """File -> memory."""
@@ -73,6 +91,14 @@ class FileMover(Protocol):
         """Takes `register` back before the memory is unmapped."""
         ...
 
+    async def forget_file(self, fd: int) -> None:
+        """No more pieces of this file will come; before it is closed."""
+        ...
+
+    async def close(self) -> None:
+        """Ends it. Waits for nothing that hangs."""
+        ...
+
 
 class ObjectMover(Protocol):
     """Moves whole objects. Loop's thread only."""
@@ -80,7 +106,10 @@ class ObjectMover(Protocol):
     name: str
 
     async def get(self, pieces: Sequence[ObjectPiece], timeout_s: float) -> Moved:
-        """Object -> memory. An object that isn't there, or is shorter, is an error."""
+        """Object -> memory. An object that isn't there, or is shorter, is an error.
+
+        Of a longer one the leading bytes are read.
+        """
         ...
 
     async def put(self, pieces: Sequence[ObjectPiece], timeout_s: float) -> Moved:
