@@ -1,0 +1,96 @@
+"""Plain reads and writes in threads: what always works."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from services.kvbm.movers.port import FilePiece, Memory, Moved
+from services.kvbm.movers.threads import Threads
+
+
+def words(exc: OSError) -> str:
+    """An error as tiers tell it: its name first, where it has one."""
+    if isinstance(exc, TimeoutError) and exc.errno is None:
+        return f"timeout: {exc}"
+    if exc.errno is None:
+        return f"refused: {exc}"
+    return f"{errno.errorcode.get(exc.errno, exc.errno)}: {exc.strerror}"
+
+
+class PlainMover:
+    """preadv and pwritev in a bounded pool; one call a piece. They release the GIL.
+
+    A piece that hangs keeps its thread and its memory until the kernel lets go: that is the fence.
+    """
+
+    def __init__(self, *, direct: bool, why: str = "", threads: int = 4, spare: int = 8) -> None:
+        self.name = f"plain({'direct' if direct else 'buffered'})" + (why and f": {why}")
+        self.direct = direct
+        self._threads = Threads(threads, spare=spare, name="kvbm-plain")
+
+    @property
+    def stuck(self) -> int:
+        """Threads that hang in the kernel past their deadline."""
+        return self._threads.stuck
+
+    async def read(self, pieces: Sequence[FilePiece], timeout_s: float) -> Moved:
+        """See FileMover."""
+        return await self._move(_read, pieces, timeout_s)
+
+    async def write(self, pieces: Sequence[FilePiece], timeout_s: float) -> Moved:
+        """See FileMover."""
+        return await self._move(_write, pieces, timeout_s)
+
+    async def register(self, memory: Memory) -> None:
+        """See FileMover; there is nothing to do."""
+
+    async def forget(self, memory: Memory) -> None:
+        """See FileMover; there is nothing to do."""
+
+    async def forget_file(self, fd: int) -> None:
+        """See FileMover; there is nothing to do."""
+
+    async def close(self) -> None:
+        """Ends idle threads; those that hang end when the kernel lets go."""
+        self._threads.close()
+
+    async def _move(
+        self, call: Callable[[FilePiece], str | None], pieces: Sequence[FilePiece], timeout_s: float
+    ) -> Moved:
+        ran = await self._threads.run([partial(call, piece) for piece in pieces], timeout_s)
+        errors = [_error(result) for result in ran.results]
+        return Moved(errors, ran.fence)
+
+
+def _error(result: str | Exception | None) -> str | None:
+    if isinstance(result, OSError):
+        return words(result)
+    return f"failed: {result!r}" if isinstance(result, Exception) else result
+
+
+def _view(memory: Memory) -> memoryview:
+    return memoryview((ctypes.c_char * memory.length).from_address(memory.address)).cast("B")
+
+
+def _read(piece: FilePiece) -> str | None:
+    view, done = _view(piece.memory), 0
+    while done < len(view):
+        count = os.preadv(piece.fd, [view[done:]], piece.offset + done)
+        if count == 0:
+            return f"short: {done} of {len(view)} bytes"
+        done += count
+    return None
+
+
+def _write(piece: FilePiece) -> str | None:
+    view, done = _view(piece.memory), 0
+    while done < len(view):
+        count = os.pwritev(piece.fd, [view[done:]], piece.offset + done)
+        if count == 0:
+            return f"short: {done} of {len(view)} bytes"
+        done += count
+    return None
