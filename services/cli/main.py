@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli import config
+from services.cli import config, kv, kvprompt
 from services.cli.console import print_error, stage_progress, stderr, stdout
 from services.cli.errors import CliError
 from services.cli.model import SMALL_MODEL, Model, resolve
@@ -28,6 +28,8 @@ demo_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(demo_app, name="demo")
+app.add_typer(kv.app, name="kv")
+kvprompt.add_commands(kv.app)
 
 
 def _option(text: str, *names: str, panel: str | None = None, **rest: Any) -> Any:
