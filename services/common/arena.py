@@ -12,6 +12,7 @@ goes where, or waits.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import stat
@@ -237,7 +238,11 @@ class Arena:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(temporary, flags, 0o660)
             # Whole pages of the file system: on hugetlbfs these are larger, and nothing else maps.
-            length = _pages(size, os.fstatvfs(fd).f_bsize)
+            space = os.fstatvfs(fd)
+            length = _pages(size, space.f_bsize)
+            if length > space.f_bavail * space.f_frsize:
+                # At once, and not when all that is left has been taken.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # Never sparse: a hole that can't be filled later is a SIGBUS in whoever touches it.
             for at in range(0, length, _CHUNK):
                 os.posix_fallocate(fd, at, min(_CHUNK, length - at))
