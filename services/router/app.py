@@ -15,9 +15,10 @@ from services.common.rpc.server import rpc_server
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
 from services.common.telemetry.tracing import tracing
-from services.router.adapters.discovery import watch_workers
+from services.router.adapters.discovery import watch_nodes, watch_workers
 from services.router.adapters.events import Followers
 from services.router.adapters.metrics import RouterMetrics
+from services.router.adapters.prefetch import Prefetcher
 from services.router.config import RouterSettings
 from services.router.core.placement import RouterCore
 from services.router.server import RouterServicer
@@ -45,12 +46,13 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
         async with (
             open_discovery(settings) as discovery,
             Followers(
-                core,
+                {InstanceKind.WORKER: core, InstanceKind.KVBM: core.nodes},
                 clock,
                 snapshots_at_once=settings.snapshots_at_once,
                 snapshot_timeout_s=settings.snapshot_timeout_s,
                 on_outcome=metrics.outcome,
             ) as followers,
+            Prefetcher(core.nodes.address, metrics.prefetched) as prefetcher,
         ):
             servicer = RouterServicer(
                 core,
@@ -61,6 +63,7 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                 policy=settings.policy.value,
                 new_attempt=lambda: AttemptId(new_id("att")),
                 streams=followers.stats,
+                hint=prefetcher.hint if settings.prefetch else None,
             )
             async with (
                 rpc_server(settings.host, settings.port, [servicer.service()]) as server,
@@ -70,6 +73,9 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                 background = [
                     tasks.create_task(
                         watch_workers(discovery, core, followers, clock, synced), name="discovery"
+                    ),
+                    tasks.create_task(
+                        watch_nodes(discovery, core.nodes, followers, clock), name="kvbm discovery"
                     ),
                     tasks.create_task(_tick(core, followers, metrics, discovery), name="tick"),
                 ]
@@ -115,13 +121,17 @@ async def _tick(
         now = time.monotonic()
         for worker_id in core.tick(now):
             log.warning("worker gone", worker=worker_id)
-            followers.unfollow(worker_id)
+            followers.unfollow(InstanceKind.WORKER, worker_id)
+        for node_id in core.nodes.tick(now):
+            log.warning("kvbm daemon gone", kvbm=node_id)
+            followers.unfollow(InstanceKind.KVBM, node_id)
         while core.sweep(_SWEEP_ENTRIES):  # noqa: ASYNC110 - gives way, waits for nothing
             await asyncio.sleep(0)
         metrics.observe(
             core.index_stats(),
             followers.stats,
             core.workers(now),
+            core.nodes.nodes(now),
             core.bookings,
             core.expired_bookings,
             discovery.connected,

@@ -6,10 +6,11 @@ from pydantic import Field
 
 from services.common.settings import ServiceSettings, settings_config
 from services.router.core.cost import CostModel
+from services.router.core.lives import Liveness
+from services.router.core.onboard import OnboardDefaults
 from services.router.core.placement import CoreConfig
 from services.router.core.policies import PolicyName
 from services.router.core.rates import RateDefaults
-from services.router.core.workers import Liveness
 
 
 class RouterSettings(ServiceSettings):
@@ -38,6 +39,16 @@ class RouterSettings(ServiceSettings):
     """Prefill rate of workers before it is measured, in tokens a second."""
     decode_tokens: float = Field(default=16.0, ge=0)
     """A running decode weighs like this many prompt tokens ahead."""
+    g2_speedup: float = Field(default=10.0, gt=0)
+    """How many times as fast as computing it host memory brings a block up, until measured."""
+    g3_speedup: float = Field(default=3.0, gt=0)
+    """The same for local disk."""
+    g4_speedup: float = Field(default=1.5, gt=0)
+    """The same for remote storage."""
+    node_blocks: int = Field(default=1 << 20, ge=1)
+    """Most blocks of one kvbm daemon that are indexed, each about 100 bytes; more are ignored."""
+    prefetch: bool = True
+    """Whether kvbm daemons are told to bring up what a placed request will want."""
     learn_rates: bool = True
     """Whether prefill rates are learned from events."""
     booking_ttl_s: float = Field(default=10.0, gt=0)
@@ -68,6 +79,8 @@ class RouterSettings(ServiceSettings):
                 decode_tokens=self.decode_tokens,
                 learn=self.learn_rates,
             ),
+            onboard=OnboardDefaults(self.g2_speedup, self.g3_speedup, self.g4_speedup),
+            node_blocks=self.node_blocks,
             liveness=Liveness(self.suspect_after_s, self.gone_after_s),
             booking_ttl_s=self.booking_ttl_s,
         )

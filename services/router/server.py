@@ -26,11 +26,12 @@ from services.router.adapters.messages import (
     failure_message,
     given_blocks,
     holder_message,
+    node_view,
     placement_message,
     worker_view,
 )
 from services.router.adapters.metrics import RouterMetrics
-from services.router.core.answers import Placement, Query, Refusal
+from services.router.core.answers import Placement, Prefetch, Query, Refusal
 from services.router.core.placement import RouterCore
 from services.router.errors import error_of, invalid
 from services.router.ports import Clock
@@ -92,7 +93,10 @@ def _leaving() -> Unavailable:
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """The five methods. `drain` ends the streams, so that gateways change to another router."""
+    """The five methods. `drain` ends the streams, so that gateways change to another router.
+
+    `hint` takes what daemons shall bring up for a placement; None: they aren't told.
+    """
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         policy: str,
         new_attempt: Callable[[], AttemptId],
         streams: FollowStats,
+        hint: Callable[[Prefetch], None] | None = None,
     ) -> None:
         self._core = core
         self._clock = clock
@@ -114,6 +119,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._policy = policy
         self._new_attempt = new_attempt
         self._streams = streams
+        self._hint = hint
         self._draining = False
         self._inboxes: set[_Inbox] = set()
 
@@ -185,7 +191,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> pb.ListWorkersResponse:
         """The workers as this router sees them."""
         views = [worker_view(w) for w in self._core.workers(self._clock())]
-        return pb.ListWorkersResponse(workers=views, policy=self._policy, router_id=self._router_id)
+        return pb.ListWorkersResponse(
+            workers=views, policy=self._policy, router_id=self._router_id, nodes=self._nodes()
+        )
 
     async def GetIndexStats(
         self, request: pb.GetIndexStatsRequest, context: Any
@@ -211,7 +219,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 )
                 for holder, sequence, digest in stats.digests
             ],
+            tier_entries=stats.tier_entries,
+            tier_capacity_entries=stats.tier_capacity_entries,
+            tier_refused_entries=stats.tier_refused_entries,
+            nodes=self._nodes(),
         )
+
+    def _nodes(self) -> list[pb.NodeView]:
+        return [node_view(n) for n in self._core.nodes.nodes(self._clock())]
 
     # Streams.
 
@@ -286,6 +301,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             self._metrics.decided(self._policy, placement.kind.value.lower(), seconds)
             raise error_of(placement)
         self._metrics.decided(self._policy, "placed", seconds)
+        if placement.prefetch is not None and self._hint is not None:
+            self._hint(placement.prefetch)
         return placement
 
     def _release(self, release: pb.ReleasePlacement) -> None:

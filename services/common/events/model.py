@@ -106,6 +106,8 @@ class TierRate:
     block_s: float
     """A block; 0: not known."""
     namespace: bytes = b""
+    dp_rank: int = 0
+    """Always 0: daemons have no ranks."""
 
 
 Event = (

@@ -11,7 +11,7 @@ from services.common.events.model import BlocksRemoved, BlocksStored, Event, Tie
 from services.common.ids import BlockKey
 
 REMOTE_LABEL = "g4"
-"""Label of a daemon's discovery record: daemons with an equal one share their remote storage (G4)."""
+"""Label of a daemon's record: those with an equal one share their remote storage (G4)."""
 
 
 def tier_events(

@@ -1,4 +1,4 @@
-"""Workers' discovery records: read, translated, handed to the core and to the followers."""
+"""Discovery records of workers and kvbm daemons: read, translated, handed on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Protocol
 
 from services.common.cards import Instance, InstanceKind
 from services.common.discovery import DiscoveryEvent, Gone, Synced, Up
+from services.common.events.tiers import REMOTE_LABEL
 from services.common.telemetry.logging import get_logger
 from services.router.adapters.events import Followers
+from services.router.core.nodes import NodeInfo, NodeTable
 from services.router.core.placement import RouterCore
 from services.router.core.workers import WorkerInfo, WorkerRole
 from services.router.ports import Clock
@@ -49,6 +51,21 @@ def worker_info(instance: Instance) -> WorkerInfo:
         role=WorkerRole(instance.role.value),
         draining=instance.draining,
         dp_size=instance.dp_size,
+        kvbm=instance.kvbm,
+        namespace=card.namespace,
+    )
+
+
+def node_info(instance: Instance) -> NodeInfo:
+    """A daemon's record in the core's words. Raises ValueError when it can't be right."""
+    if not instance.incarnation:
+        raise ValueError("its incarnation is 0")
+    return NodeInfo(
+        id=instance.id,
+        incarnation=instance.incarnation,
+        address=instance.address,
+        remote=instance.labels.get(REMOTE_LABEL, ""),
+        draining=instance.draining,
     )
 
 
@@ -71,7 +88,9 @@ async def watch_workers(
                 who = {"worker": info.id, "incarnation": info.incarnation}
                 log.info("worker record", **who, model=info.model, draining=info.draining)
                 if core.record(info, clock()):
-                    followers.follow(info.id, instance.address, instance.events_address)
+                    followers.follow(
+                        InstanceKind.WORKER, info.id, instance.address, instance.events_address
+                    )
                 else:
                     log.warning("worker record is of a former life; do two share an id?", **who)
             case Gone(id=worker_id, incarnation=incarnation):
@@ -80,3 +99,30 @@ async def watch_workers(
             case Synced():
                 core.synced()
                 synced.set()
+
+
+async def watch_nodes(
+    discovery: Watcher, nodes: NodeTable, followers: Followers, clock: Clock
+) -> None:
+    """Carries daemons' records into the table for ever."""
+    async for event in discovery.watch(InstanceKind.KVBM):
+        match event:
+            case Up(instance=instance):
+                who = {"kvbm": instance.id, "incarnation": instance.incarnation}
+                try:
+                    info = node_info(instance)
+                except ValueError as exc:
+                    log.warning("kvbm record ignored", **who, why=str(exc))
+                    continue
+                log.info("kvbm record", **who, draining=info.draining)
+                if nodes.record(info, clock()):
+                    followers.follow(
+                        InstanceKind.KVBM, info.id, instance.address, instance.events_address
+                    )
+                else:
+                    log.warning("kvbm record is of a former life; do two share an id?", **who)
+            case Gone(id=node_id, incarnation=incarnation):
+                log.info("kvbm record vanished", kvbm=node_id, incarnation=incarnation)
+                nodes.record_vanished(node_id, incarnation)
+            case Synced():
+                log.debug("kvbm records read")

@@ -6,16 +6,23 @@ from forebay.common.v1 import common_pb2
 from forebay.router.v1 import router_pb2 as pb
 
 from services.common.errors import ForebayError
-from services.router.core.answers import Placement, Scored, WorkerSnapshot
-from services.router.core.workers import HolderId, WorkerRole, WorkerStatus
+from services.common.events.model import Tier
+from services.router.core.answers import NodeSnapshot, Placement, Scored, WorkerSnapshot
+from services.router.core.lives import Status
+from services.router.core.workers import HolderId, WorkerRole
 from services.router.errors import invalid
 
 _STATUS = {
-    WorkerStatus.JOINING: pb.WORKER_STATE_JOINING,
-    WorkerStatus.READY: pb.WORKER_STATE_READY,
-    WorkerStatus.SUSPECT: pb.WORKER_STATE_SUSPECT,
-    WorkerStatus.UNREACHABLE: pb.WORKER_STATE_SUSPECT,
-    WorkerStatus.DRAINING: pb.WORKER_STATE_DRAINING,
+    Status.JOINING: pb.WORKER_STATE_JOINING,
+    Status.READY: pb.WORKER_STATE_READY,
+    Status.SUSPECT: pb.WORKER_STATE_SUSPECT,
+    Status.UNREACHABLE: pb.WORKER_STATE_SUSPECT,
+    Status.DRAINING: pb.WORKER_STATE_DRAINING,
+}
+_TIER = {
+    Tier.G2: common_pb2.TIER_G2,
+    Tier.G3: common_pb2.TIER_G3,
+    Tier.G4: common_pb2.TIER_G4,
 }
 _ROLE = {
     WorkerRole.BOTH: common_pb2.ROLE_BOTH,
@@ -110,6 +117,29 @@ def candidate_message(row: Scored) -> pb.CandidateScore:
     )
 
 
+def node_view(n: NodeSnapshot) -> pb.NodeView:
+    """A kvbm daemon on the wire."""
+    return pb.NodeView(
+        node=common_pb2.Holder(id=n.id, incarnation=n.incarnation),
+        address=n.address,
+        state=_STATUS[n.status],
+        tiers=[
+            pb.TierView(
+                namespace=t.namespace,
+                tier=_TIER[t.tier],
+                blocks=t.digest.blocks,
+                xor=t.digest.xor,
+                latency_s=t.rate.latency_s if t.rate else 0.0,
+                block_s=t.rate.block_s if t.rate else 0.0,
+            )
+            for t in n.tiers
+        ],
+        entries=n.entries,
+        sequence=n.sequence,
+        silence_s=n.silence_s,
+    )
+
+
 def worker_view(w: WorkerSnapshot) -> pb.WorkerView:
     """A worker on the wire."""
     report = w.load.report
@@ -131,4 +161,5 @@ def worker_view(w: WorkerSnapshot) -> pb.WorkerView:
         prompt_tokens=w.prompt_tokens,
         cached_tokens=w.cached_tokens,
         pending_prefill_tokens=w.load.queued_tokens,
+        kvbm=w.info.kvbm,
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.common.events.model import Tier
 from services.common.events.subscriber import FollowStats
-from services.router.core.answers import IndexStats, Outcome, WorkerSnapshot
-from services.router.core.workers import WorkerStatus
+from services.router.core.answers import IndexStats, NodeSnapshot, Outcome, WorkerSnapshot
+from services.router.core.lives import Status
 
 _DECISION_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 _DIFFERENCE_TOKENS = (0, 1, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -50,6 +52,12 @@ class RouterMetrics:
         self._overflows = counter("event_overflows", "Buffers overrun while waiting.")
         self._duplicates = counter("duplicate_batches", "Batches that were known already.")
         self._workers = gauge("workers", "Workers by state.", "state")
+        self._nodes = gauge("kvbm_daemons", "Known kvbm daemons by state.", "state")
+        self._tier_blocks = gauge("tier_blocks", "Blocks of all daemons by tier.", "tier")
+        self._tier_entries = gauge("tier_entries", "Blocks times daemons, below G1.")
+        self._tier_capacity = gauge("tier_capacity_entries", "Most entries daemons may have.")
+        self._tier_refused = counter("tier_refused_entries", "Entries beyond that.")
+        self._prefetches = counter("prefetch_hints", "Hints to kvbm daemons.", "result")
         self._streams = gauge("gateway_streams", "RouteStreams that are open.")
         self._bookings = gauge("bookings", "Placements that no event has confirmed; 0 at idle.")
         self._expired = counter("expired_bookings", "Placements that nothing confirmed in time.")
@@ -68,8 +76,9 @@ class RouterMetrics:
             f"1 when predictions for the last {_ALARM_WINDOW} placements were wrong by more than "
             f"{_ALARM_SHARE:.0%} of their prompt tokens.",
         )
-        for status in WorkerStatus:
+        for status in Status:
             self._workers.labels(status.value).set(0)
+            self._nodes.labels(status.value).set(0)
         self._last: dict[str, float] = {}
         self._window: deque[tuple[int, int]] = deque(maxlen=_ALARM_WINDOW)
 
@@ -81,6 +90,10 @@ class RouterMetrics:
     def stream(self, change: int) -> None:
         """A gateway's stream opened (1) or ended (-1)."""
         self._streams.inc(change)
+
+    def prefetched(self, result: str) -> None:
+        """A hint to a kvbm daemon was "sent", "failed" or "dropped"."""
+        self._prefetches.labels(result).inc()
 
     def outcome(self, outcome: Outcome) -> None:
         """A placement of ours finished."""
@@ -100,6 +113,7 @@ class RouterMetrics:
         index: IndexStats,
         streams: FollowStats,
         workers: Iterable[WorkerSnapshot],
+        nodes: Sequence[NodeSnapshot],
         bookings: int,
         expired: int,
         connected: bool,
@@ -109,9 +123,12 @@ class RouterMetrics:
         self._entries.set(index.entries)
         self._capacity.set(index.capacity_entries)
         self._bookings.set(bookings)
+        self._tier_entries.set(index.tier_entries)
+        self._tier_capacity.set(index.tier_capacity_entries)
         self._discovery.set(1 if connected else 0)
         for name, metric, value in (
             ("refused", self._refused, index.refused_entries),
+            ("tier refused", self._tier_refused, index.tier_refused_entries),
             ("events", self._events, index.events),
             ("unknown", self._unknown, index.unknown_events),
             ("gaps", self._gaps, streams.gaps),
@@ -124,8 +141,15 @@ class RouterMetrics:
         ):
             metric.inc(value - self._last.get(name, 0))
             self._last[name] = value
-        states = dict.fromkeys(WorkerStatus, 0)
-        for worker in workers:
-            states[worker.status] += 1
-        for status, count in states.items():
-            self._workers.labels(status.value).set(count)
+        for gauge, counts in (
+            (self._workers, Tally(worker.status for worker in workers)),
+            (self._nodes, Tally(node.status for node in nodes)),
+        ):
+            for status in Status:
+                gauge.labels(status.value).set(counts[status])
+        blocks: Tally[Tier] = Tally()
+        for node in nodes:
+            for view in node.tiers:
+                blocks[view.tier] += view.digest.blocks
+        for tier in (Tier.G2, Tier.G3, Tier.G4):
+            self._tier_blocks.labels(tier.name).set(blocks[tier])

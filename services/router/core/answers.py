@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from services.common.events.model import Tier, TierRate
 from services.common.ids import AttemptId
 from services.router.core.cost import Candidate, Score
 from services.router.core.index import Digest
+from services.router.core.lives import Status
 from services.router.core.load import LoadView
 from services.router.core.policies import PolicyName
-from services.router.core.workers import HolderId, WorkerInfo, WorkerStatus
+from services.router.core.workers import HolderId, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,17 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Blocks below G2 that a daemon will be asked for soon: a hint for it to bring them up."""
+
+    node: str
+    """Id of the daemon."""
+    namespace: bytes
+    keys: Sequence[int]
+    """In chain order, from the first one that is below G2 on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A decision, booked under its attempt id."""
 
@@ -79,6 +92,8 @@ class Placement:
     """0 when the policy predicts none."""
     policy: PolicyName
     score: Score
+    prefetch: Prefetch | None = None
+    """What the worker's daemon should bring up meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +136,7 @@ class WorkerSnapshot:
 
     info: WorkerInfo
     holder: HolderId
-    status: WorkerStatus
+    status: Status
     load: LoadView
     indexed_blocks: int
     sequence: int
@@ -135,8 +150,36 @@ class WorkerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class TierView:
+    """What a daemon has of one namespace in one tier, and how fast that comes up, if measured."""
+
+    namespace: bytes
+    tier: Tier
+    digest: Digest
+    rate: TierRate | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    """A kvbm daemon as the router sees it."""
+
+    id: str
+    incarnation: int
+    address: str
+    status: Status
+    tiers: tuple[TierView, ...]
+    entries: int
+    """Index entries: a block in several tiers is one."""
+    sequence: int
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Figures of the index. Digests are of G1, with the sequence up to which they hold."""
+    """Figures of the index. Digests are of G1, with the sequence up to which they hold.
+
+    Entries and capacity are of G1 as well; those of daemons are apart.
+    """
 
     blocks: int
     entries: int
@@ -145,3 +188,7 @@ class IndexStats:
     events: int
     unknown_events: int
     digests: tuple[tuple[HolderId, int, Digest], ...]
+    tier_entries: int = 0
+    """Blocks times daemons that hold them below G1."""
+    tier_capacity_entries: int = 0
+    tier_refused_entries: int = 0

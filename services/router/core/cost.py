@@ -4,7 +4,7 @@
 
 queue    prompt tokens ahead / prefill rate
 prefill  uncached tokens / prefill rate x (1 + mean context / context_tokens), as attention grows
-onboard  tokens in lower tiers / onboard rate, never more than computing them
+onboard  bringing up blocks of lower tiers (onboard.py), never more than computing them
 imposed  decodes x decode delay                       the running decodes that this prefill holds up
          + space_weight x active tokens / rate        the worth of what must leave the cache
          + crowd_weight x mates x prompt / rate       the crowd on one copy of a prefix
@@ -38,6 +38,8 @@ class Candidate:
     active_tokens: int
     prefill_rate: float
     decode_delay_s: float
+    onboard_s: float = 0.0
+    """Seconds to bring up what is usable from lower tiers."""
 
     @property
     def lower_tokens(self) -> int:
@@ -78,8 +80,6 @@ class CostModel:
     """Price of a token of space in use, as a share of computing it."""
     crowd_weight: float = 0.25
     """Price of each mate, as a share of computing the prompt."""
-    onboard_speedup: float = 10.0
-    """How much faster lower tiers bring a token than computing it does."""
 
     def score(self, c: Candidate) -> Score:
         """The score of one candidate."""
@@ -88,7 +88,7 @@ class CostModel:
         queue = c.queued_tokens / rate
         context = c.prompt_tokens - uncached / 2
         prefill = uncached * (1 + context / self.context_tokens) / rate
-        onboard = c.lower_tokens / rate / max(1.0, self.onboard_speedup)
+        onboard = min(c.onboard_s, c.lower_tokens / rate)
         imposed = (
             c.decoding * c.decode_delay_s
             + self.space_weight * c.active_tokens / rate

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.router.core.answers import Bar, Query, Refusal, RefusalKind
-from services.router.core.workers import WorkerInfo, WorkerRole, WorkerStatus
+from services.router.core.lives import Status
+from services.router.core.workers import WorkerInfo, WorkerRole
 
 
-def bar_of(info: WorkerInfo, status: WorkerStatus, query: Query) -> Bar | None:
+def bar_of(info: WorkerInfo, status: Status, query: Query) -> Bar | None:
     """Why a worker can't take a request; None if it can. Silence alone is no bar."""
     if not info.serves(query.model):
         return Bar.OTHER_MODEL
@@ -24,9 +25,9 @@ def bar_of(info: WorkerInfo, status: WorkerStatus, query: Query) -> Bar | None:
         return Bar.OTHER_BLOCK_SIZE
     if info.max_model_len and query.prompt_tokens > info.max_model_len:
         return Bar.TOO_LONG
-    if status is WorkerStatus.DRAINING:
+    if status is Status.DRAINING:
         return Bar.DRAINING
-    if status is WorkerStatus.UNREACHABLE:
+    if status is Status.UNREACHABLE:
         return Bar.UNREACHABLE
     return None
 

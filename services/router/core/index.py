@@ -1,94 +1,52 @@
-"""Prefix index: who holds which KV block, in which tier. Knows nothing of load, models or time.
+"""Prefix index of engines' own blocks (G1): who holds which. Knows nothing of tiers below, load,
+models or time.
 
-A flat dict maps a block's 64-bit key to an interned HolderSet; blocks held by the same workers
+A flat dict maps a block's 64-bit key to an interned set of holders; blocks held by the same workers
 share one object, so a block costs a dict entry and a walk along a chain mostly compares identities.
 Holders are small integers (slots) that are never used twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
-
-from services.common.events.model import Tier
 
 _MOST_MOVES = 1 << 16
 """Remembered set transitions; forgotten all at once beyond that."""
 _UNBOUNDED_BLOCKS = 1 << 20
-"""Blocks granted in a tier to a holder that doesn't say what it can hold."""
-_LOWER_TIERS_FACTOR = 64
-"""A holder's tiers below G1 may hold this many times its G1 blocks."""
+"""Blocks granted to a holder that doesn't say what it can hold."""
 
 
 class HolderSet:
     """Holders of a block, immutable and interned: equal sets are the same object."""
 
-    __slots__ = ("__weakref__", "g1", "lower", "members")
+    __slots__ = ("__weakref__", "members")
 
-    def __init__(self, members: frozenset[tuple[int, Tier]]) -> None:
+    def __init__(self, members: frozenset[int]) -> None:
         self.members = members
-        self.g1 = frozenset(slot for slot, tier in members if tier is Tier.G1)
-        lower: dict[int, Tier] = {}
-        for slot, tier in members:
-            if tier is not Tier.G1:
-                lower[slot] = min(tier, lower.get(slot, tier))
-        self.lower = lower
 
 
 _NOBODY = HolderSet(frozenset())
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
-    """Usable leading blocks of a prompt at one holder: G1, then each tier beyond those before."""
-
-    g1: int = 0
-    g2: int = 0
-    g3: int = 0
-    g4: int = 0
-
-    @property
-    def total(self) -> int:
-        """Usable blocks in all tiers."""
-        return self.g1 + self.g2 + self.g3 + self.g4
-
-
-@dataclass(frozen=True, slots=True)
 class Digest:
-    """What a holder has in one tier, condensed, in any order."""
+    """A set of blocks, condensed, in any order."""
 
     blocks: int
     xor: int
 
 
 class _Held:
-    """One holder's keys by tier, with the running xor of each."""
+    """One holder's keys and their running xor."""
 
     __slots__ = ("capacity", "keys", "widest", "xor")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = self.widest = capacity
-        self.keys: dict[Tier, set[int]] = {}
-        self.xor: dict[Tier, int] = {}
-
-    def room(self, tier: Tier) -> int:
-        most = self.capacity if tier is Tier.G1 else self.capacity * _LOWER_TIERS_FACTOR
-        return most - len(self.keys.get(tier, ()))
-
-
-class _Tail:
-    """A holder's run below G1 during a walk."""
-
-    __slots__ = ("counts", "since", "tier")
-
-    def __init__(self, tier: Tier, since: int) -> None:
-        self.tier, self.since = tier, since
-        self.counts = [0, 0, 0, 0, 0]
-
-    def settle(self, depth: int) -> None:
-        self.counts[self.tier] += depth - self.since
-        self.since = depth
+        self.keys: set[int] = set()
+        self.xor = 0
 
 
 class PrefixIndex:
@@ -96,10 +54,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._sets: dict[int, HolderSet] = {}
-        self._interned: WeakValueDictionary[frozenset[tuple[int, Tier]], HolderSet] = (
-            WeakValueDictionary()
-        )
-        self._moves: dict[tuple[int, Tier, bool], dict[HolderSet, HolderSet]] = {}
+        self._interned: WeakValueDictionary[frozenset[int], HolderSet] = WeakValueDictionary()
+        self._moves: dict[tuple[int, bool], dict[HolderSet, HolderSet]] = {}
         self._move_count = 0
         self._held: dict[int, _Held] = {}
         self._retired: list[tuple[int, _Held]] = []
@@ -109,13 +65,13 @@ class PrefixIndex:
     # Holders.
 
     def add_holder(self, slot: int, capacity_blocks: int) -> None:
-        """Makes room for a holder of at most `capacity_blocks` G1 blocks (0: not known)."""
+        """Makes room for a holder of at most `capacity_blocks` (0: not known)."""
         if slot in self._held:
             raise ValueError(f"slot {slot} is taken")
         self._held[slot] = _Held(capacity_blocks or _UNBOUNDED_BLOCKS)
 
     def set_capacity(self, slot: int, capacity_blocks: int) -> None:
-        """Changes what a holder may hold in G1; what it has already stays."""
+        """Changes what a holder may hold; what it has already stays."""
         held = self._held[slot]
         held.capacity = capacity_blocks or _UNBOUNDED_BLOCKS
         held.widest = max(held.widest, held.capacity)
@@ -130,27 +86,25 @@ class PrefixIndex:
         """Frees up to `limit` entries of removed holders; True while some are left."""
         while self._retired and limit > 0:
             slot, held = self._retired[-1]
-            tier = next((t for t, keys in held.keys.items() if keys), None)
-            if tier is None:
+            if not held.keys:
                 self._retired.pop()
                 self._forget_moves()
                 continue
-            keys = held.keys[tier]
-            batch = [keys.pop() for _ in range(min(limit, len(keys)))]
-            self._unlink(slot, tier, batch)
+            batch = [held.keys.pop() for _ in range(min(limit, len(held.keys)))]
+            self._unlink(slot, batch)
             limit -= len(batch)
         return bool(self._retired)
 
     # Blocks.
 
-    def store(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+    def store(self, slot: int, keys: Iterable[int]) -> None:
         """Blocks came to a holder. Known ones are skipped, those beyond its capacity refused."""
         held = self._held[slot]
-        mine = held.keys.setdefault(tier, set())
-        xor = held.xor.get(tier, 0)
-        room = held.room(tier)
+        mine = held.keys
+        xor = held.xor
+        room = held.capacity - len(mine)
         sets = self._sets
-        moves = self._moves_of(slot, tier, True)
+        moves = self._moves_of(slot, True)
         for key in keys:
             if key in mine:
                 continue
@@ -161,100 +115,70 @@ class PrefixIndex:
             old = sets.get(key, _NOBODY)
             new = moves.get(old)
             if new is None:
-                new = self._move(moves, old, old.members | {(slot, tier)})
+                new = self._move(moves, old, old.members | {slot})
             sets[key] = new
             mine.add(key)
             xor ^= key
-        held.xor[tier] = xor
+        held.xor = xor
 
-    def remove(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+    def remove(self, slot: int, keys: Iterable[int]) -> None:
         """Blocks left a holder; those it was not known to hold are skipped."""
         held = self._held[slot]
-        mine = held.keys.get(tier)
-        if not mine:
-            return
+        mine = held.keys
         gone = []
-        xor = held.xor[tier]
+        xor = held.xor
         for key in keys:
             if key in mine:
                 mine.remove(key)
                 xor ^= key
                 gone.append(key)
-        held.xor[tier] = xor
-        self._unlink(slot, tier, gone)
+        held.xor = xor
+        self._unlink(slot, gone)
 
-    def clear(self, slot: int, tier: Tier) -> None:
-        """A holder's tier is empty now."""
+    def clear(self, slot: int) -> None:
+        """A holder is empty now."""
         held = self._held[slot]
-        keys = held.keys.pop(tier, None)
-        held.xor.pop(tier, None)
-        if keys:
-            self._unlink(slot, tier, keys)
+        keys, held.keys, held.xor = held.keys, set(), 0
+        self._unlink(slot, keys)
 
-    def replace(self, slot: int, blocks: dict[Tier, set[int]]) -> None:
-        """A holder has exactly `blocks` now. Costs little where it knew most of them."""
-        held = self._held[slot]
-        for tier in list(held.keys):
-            if not blocks.get(tier):
-                self.clear(slot, tier)
-        for tier, keys in blocks.items():
-            self.remove(slot, tier, held.keys.get(tier, set()) - keys)
-            self.store(slot, tier, keys)
+    def replace(self, slot: int, keys: Set[int]) -> None:
+        """A holder has exactly `keys` now. Costs little where it knew most of them."""
+        self.remove(slot, self._held[slot].keys - keys)
+        self.store(slot, keys)
 
     # Questions.
 
-    def overlaps(self, keys: Sequence[int], limit: int) -> dict[int, Overlap]:
-        """Usable overlap of the first `limit` keys of a chain, for each holder that has any.
+    def depths(self, keys: Sequence[int], limit: int) -> dict[int, int]:
+        """How many of the first `limit` keys of a chain each holder has from the start on.
 
-        A holder's G1 run ends at the first block it lacks there; from that block on its run goes on
-        as long as some lower tier has each block. Whatever lies behind a hole does not count.
+        Holders without the first block may be missing. What lies behind a hole does not count.
         """
-        found: dict[int, Overlap] = {}
+        found: dict[int, int] = {}
         get = self._sets.get
-        alive: set[int] = set()
-        tails: dict[int, _Tail] = {}
-        heads: dict[int, int] = {}
+        alive: frozenset[int] | None = None
         last: HolderSet | None = None
         depth = 0
         for key in keys if limit >= len(keys) else keys[:limit]:
             current = get(key, _NOBODY)
             if current is not last:
-                for slot in [s for s in tails if current.lower.get(s) is not tails[s].tier]:
-                    tail = tails[slot]
-                    tail.settle(depth)
-                    if slot in current.lower:
-                        tail.tier = current.lower[slot]
-                    else:
-                        found[slot] = Overlap(heads[slot], *tails.pop(slot).counts[2:])
-                if last is None:
-                    alive = set(current.g1)
-                    ended = current.lower.keys() - alive
-                else:
-                    ended = alive - current.g1
-                    alive -= ended
-                for slot in ended:
-                    if slot in current.lower:
-                        heads[slot] = depth
-                        tails[slot] = _Tail(current.lower[slot], depth)
-                    else:
-                        found[slot] = Overlap(depth)
-                if not alive and not tails:
+                still = current.members if alive is None else alive & current.members
+                if alive is not None:
+                    for slot in alive - still:
+                        found[slot] = depth
+                alive, last = still, current
+                if not alive:
                     break
-                last = current
             depth += 1
-        for slot in alive:
-            found[slot] = Overlap(depth)
-        for slot, tail in tails.items():
-            tail.settle(depth)
-            found[slot] = Overlap(heads[slot], *tail.counts[2:])
+        for slot in alive or ():
+            found[slot] = depth
         if self._retired:
-            found = {slot: overlap for slot, overlap in found.items() if slot in self._held}
+            found = {slot: depth for slot, depth in found.items() if slot in self._held}
         return found
 
-    def digest(self, slot: int, tier: Tier = Tier.G1) -> Digest:
-        """Count and xor of a holder's keys in a tier."""
+    def digest(self, slot: int) -> Digest:
+        """Count and xor of a holder's keys."""
         held = self._held[slot]
-        return Digest(len(held.keys.get(tier, ())), held.xor.get(tier, 0))
+        return Digest(len(held.keys), held.xor)
 
     @property
     def blocks(self) -> int:
@@ -263,58 +187,52 @@ class PrefixIndex:
 
     @property
     def entries(self) -> int:
-        """(block, holder, tier) triples known of present holders."""
-        return sum(len(keys) for held in self._held.values() for keys in held.keys.values())
+        """(block, holder) pairs known of present holders."""
+        return sum(len(held.keys) for held in self._held.values())
 
     @property
     def capacity_entries(self) -> int:
-        """Most G1 entries that the present holders may have."""
+        """Most entries that the present holders may have."""
         return sum(held.capacity for held in self._held.values())
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the two sides of the index disagree or a bound is broken."""
-        told: dict[int, set[tuple[int, Tier]]] = {}
-        present = list(self._held.items())
-        for slot, held in [*present, *self._retired]:
-            for tier, keys in held.keys.items():
-                for key in keys:
-                    told.setdefault(key, set()).add((slot, tier))
-        for slot, held in present:
-            assert len(held.keys.get(Tier.G1, ())) <= held.widest, f"slot {slot} over its bound"
-            for tier, keys in held.keys.items():
-                xor = 0
-                for key in keys:
-                    xor ^= key
-                assert xor == held.xor.get(tier, 0), f"xor of slot {slot} {tier}"
+        told: dict[int, set[int]] = {}
+        for slot, held in [*self._held.items(), *self._retired]:
+            for key in held.keys:
+                told.setdefault(key, set()).add(slot)
+        for slot, held in self._held.items():
+            assert len(held.keys) <= held.widest, f"slot {slot} over its bound"
+            xor = 0
+            for key in held.keys:
+                xor ^= key
+            assert xor == held.xor, f"xor of slot {slot}"
         assert {key: set(s.members) for key, s in self._sets.items()} == told
         for members, interned in self._interned.items():
             assert members == interned.members
 
     # The set machinery.
 
-    def _unlink(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+    def _unlink(self, slot: int, keys: Iterable[int]) -> None:
         sets = self._sets
-        moves = self._moves_of(slot, tier, False)
+        moves = self._moves_of(slot, False)
         for key in keys:
             old = sets[key]
             new = moves.get(old)
             if new is None:
-                new = self._move(moves, old, old.members - {(slot, tier)})
+                new = self._move(moves, old, old.members - {slot})
             if new is _NOBODY:
                 del sets[key]
             else:
                 sets[key] = new
 
-    def _moves_of(self, slot: int, tier: Tier, add: bool) -> dict[HolderSet, HolderSet]:
+    def _moves_of(self, slot: int, add: bool) -> dict[HolderSet, HolderSet]:
         if self._move_count > _MOST_MOVES:
             self._forget_moves()
-        return self._moves.setdefault((slot, tier, add), {})
+        return self._moves.setdefault((slot, add), {})
 
     def _move(
-        self,
-        moves: dict[HolderSet, HolderSet],
-        old: HolderSet,
-        members: frozenset[tuple[int, Tier]],
+        self, moves: dict[HolderSet, HolderSet], old: HolderSet, members: frozenset[int]
     ) -> HolderSet:
         new = self._interned.get(members) if members else _NOBODY
         if new is None:

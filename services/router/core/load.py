@@ -57,7 +57,16 @@ class PrefillDone:
     slot: int
     computed_tokens: int
     admitted_at: float | None
-    """None when that is not known."""
+    """None when that is not known, or says nothing of the engine's rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an engine is thought not to compute of a request."""
+
+    cached_tokens: int = 0
+    onboards: bool = False
+    """Whether some of that comes from tiers below G1."""
 
 
 @dataclass(slots=True)
@@ -72,6 +81,7 @@ class _Request:
     predicted: int | None = None
     admitted_at: float | None = None
     after_report: bool = True
+    onboards: bool = False
 
 
 @dataclass(slots=True)
@@ -125,6 +135,7 @@ class LoadBook:
         keys: Sequence[int],
         now: float,
         sequences: int = 1,
+        onboards: bool = False,
     ) -> None:
         """A placement of this router counts from now on."""
         request = _Request(
@@ -135,6 +146,7 @@ class LoadBook:
             sequences=sequences,
             booked_until=now + self._ttl,
             predicted=cached_tokens,
+            onboards=onboards,
         )
         self._add(attempt_id, request)
 
@@ -166,16 +178,18 @@ class LoadBook:
 
     # What workers tell.
 
-    def admitted(self, slot: int, event: RequestAdmitted, cached_tokens: int, now: float) -> None:
-        """An engine took a request; `cached_tokens` is an estimate, for one booked nowhere here."""
+    def admitted(self, slot: int, event: RequestAdmitted, estimate: Estimate, now: float) -> None:
+        """An engine took a request; the estimate is for one that is booked nowhere here."""
         booked = self._requests.get(event.attempt_id)
         predicted = None
-        uncached = max(1, event.prompt_tokens - cached_tokens)
+        uncached = max(1, event.prompt_tokens - estimate.cached_tokens)
+        onboards = estimate.onboards
         if booked is not None:
             self._drop(event.attempt_id)
             if booked.slot == slot and booked.booked_until is not None:
                 predicted = booked.predicted
                 uncached = max(1, event.prompt_tokens - (predicted or 0))
+                onboards = booked.onboards
         request = _Request(
             slot,
             event.prompt_tokens,
@@ -183,6 +197,7 @@ class LoadBook:
             event.keys,
             predicted=predicted,
             admitted_at=now,
+            onboards=onboards,
         )
         self._add(event.attempt_id, request)
 
@@ -202,7 +217,9 @@ class LoadBook:
         self._count(sums, request, -1)
         request.decoding = True
         self._count(sums, request, 1)
-        return PrefillDone(slot, max(0, request.prompt_tokens - cached_tokens), request.admitted_at)
+        # Time spent on loading tells nothing of how fast the engine computes.
+        since = None if request.onboards else request.admitted_at
+        return PrefillDone(slot, max(0, request.prompt_tokens - cached_tokens), since)
 
     def finished(
         self, slot: int, attempt_id: AttemptId, cached_tokens: int, aborted: bool
@@ -230,11 +247,11 @@ class LoadBook:
     def reset(
         self,
         slot: int,
-        requests: Iterable[tuple[RunningRequest, int]],
+        requests: Iterable[tuple[RunningRequest, Estimate]],
         report: LoadReport | None,
         now: float,
     ) -> None:
-        """An engine has exactly these requests (each with the estimate of its cached tokens).
+        """An engine has exactly these requests (each with an estimate).
 
         Bookings that it doesn't know stay.
         """
@@ -242,10 +259,10 @@ class LoadBook:
         for attempt_id, request in old.items():
             if request.booked_until is None:
                 self._drop(attempt_id)
-        for running, cached_tokens in requests:
+        for running, estimate in requests:
             event = running.admitted
             before = old.get(event.attempt_id)
-            self.admitted(slot, event, cached_tokens, now)
+            self.admitted(slot, event, estimate, now)
             request = self._requests[event.attempt_id]
             # When it came nobody says: its first token then tells nothing of the engine's rate.
             request.admitted_at = None

@@ -1,12 +1,14 @@
 """The router core: takes what workers and discovery tell, and places requests.
 
 Feed it `record`, `record_vanished`, `synced`, `heard`, `reset`, `apply`, `refused` and `tick`; ask
-it `place`, `release`, `explain`, `workers`, `index_stats`. Times are seconds on any steady clock.
+it `place`, `release`, `explain`, `workers`, `index_stats`. What kvbm daemons tell goes to `nodes`.
+Times are seconds on any steady clock.
 It answers with values, never with exceptions, and holds nothing that its inputs don't bound.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,21 +40,21 @@ from services.router.core.answers import (
 )
 from services.router.core.cost import Candidate, CostModel, Score
 from services.router.core.eligibility import bar_of, refusal
-from services.router.core.index import Overlap, PrefixIndex
-from services.router.core.load import LoadBook, PrefillDone
+from services.router.core.index import PrefixIndex
+from services.router.core.lives import Liveness, Status
+from services.router.core.load import Estimate, LoadBook, PrefillDone
+from services.router.core.nodes import NodeTable
+from services.router.core.onboard import OnboardDefaults
 from services.router.core.policies import Key, PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
+from services.router.core.usable import Prompt, Usable
 from services.router.core.workers import (
     Change,
-    Liveness,
     Rank,
     Worker,
     WorkerInfo,
-    WorkerStatus,
     WorkerTable,
 )
-
-_NO_OVERLAP = Overlap()
 
 
 class Dice(Protocol):
@@ -69,7 +71,10 @@ class CoreConfig:
     policy: PolicyName = PolicyName.KV
     cost: CostModel = field(default_factory=CostModel)
     rates: RateDefaults = field(default_factory=RateDefaults)
+    onboard: OnboardDefaults = field(default_factory=OnboardDefaults)
     liveness: Liveness = field(default_factory=Liveness)
+    node_blocks: int = 1 << 20
+    """Most index entries of one kvbm daemon."""
     booking_ttl_s: float = 10.0
     """How long a placement counts as load without the worker's word, in seconds."""
 
@@ -78,6 +83,7 @@ class CoreConfig:
 class _Choice:
     worker: Worker
     rank: Rank
+    usable: Usable
     candidate: Candidate
     key: Key = ()
     score: Score = field(default_factory=Score)
@@ -92,6 +98,8 @@ class RouterCore:
         self._lot = dice.randrange(1 << 62)
         self._table = WorkerTable(config.liveness)
         self._index = PrefixIndex()
+        self.nodes = NodeTable(config.liveness, config.node_blocks)
+        """The kvbm daemons: tell it what their records and streams say."""
         self._load = LoadBook(config.booking_ttl_s)
         self._rates = RateBook(config.rates)
         self._policy = make_policy(config.policy, config.cost)
@@ -129,16 +137,17 @@ class RouterCore:
         worker = self._hear(snapshot.publisher, snapshot.incarnation, now)
         if worker is None:
             return False
-        self._table.answered(worker, snapshot.sequence)
+        worker.answered(snapshot.sequence)
+        self._unknown_events += snapshot.unknown_parts
         for rank in worker.ranks:
             dp_rank = rank.holder.dp_rank
-            blocks: dict[Tier, set[int]] = {}
-            for part in snapshot.blocks:
-                if part.dp_rank == dp_rank:
-                    blocks.setdefault(part.tier, set()).update(part.keys)
+            mine = [part for part in snapshot.blocks if part.dp_rank == dp_rank]
+            blocks: set[int] = set()
+            blocks.update(*(part.keys for part in mine if part.tier is Tier.G1))
+            self._unknown_events += sum(part.tier is not Tier.G1 for part in mine)
             self._index.replace(rank.slot, blocks)
             running = [
-                (r, self._cached_tokens(rank.slot, r.admitted, worker.info.block_size))
+                (r, self._estimate(worker.info, rank.slot, r.admitted, now))
                 for r in snapshot.requests
                 if r.admitted.dp_rank == dp_rank
             ]
@@ -159,9 +168,8 @@ class RouterCore:
             if event.dp_rank >= len(worker.ranks):
                 self._unknown_events += 1
                 continue
-            self._events += 1
             rank = worker.ranks[event.dp_rank]
-            self._apply(event, rank, worker.info.block_size, now, outcomes, prefills)
+            self._apply(event, worker.info, rank, now, outcomes, prefills)
         for slot in {p.slot for p in prefills}:
             mine = [p for p in prefills if p.slot == slot]
             began = [p.admitted_at for p in mine if p.admitted_at is not None]
@@ -183,15 +191,16 @@ class RouterCore:
         return [change.worker.info.id for change in changes]
 
     def sweep(self, limit: int) -> bool:
-        """Frees up to `limit` index entries of workers that went; True while some are left."""
-        return self._index.sweep(limit)
+        """Frees up to `limit` index entries of whoever went; True while some are left."""
+        return self._index.sweep(limit) or self.nodes.sweep(limit)
 
     # Decisions.
 
     def place(self, query: Query, attempt_id: AttemptId, now: float) -> Placement | Refusal:
         """Chooses a worker and books the request there under `attempt_id`."""
         self._load.expire(now)
-        ranked = self._choose(query, now)
+        prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
+        ranked = self._choose(query, prompt, now)
         if isinstance(ranked, Refusal):
             return ranked
         best = ranked[0]
@@ -205,6 +214,7 @@ class RouterCore:
             keys=query.keys,
             now=now,
             sequences=query.sequences,
+            onboards=candidate.lower_tokens > 0,
         )
         self._policy.chosen(rank.slot)
         rank.placements += 1
@@ -216,6 +226,7 @@ class RouterCore:
             best.score.ttft_s,
             self._policy.name,
             best.score,
+            prompt.prefetch(best.worker.info, best.usable),
         )
 
     def release(self, attempt_id: AttemptId) -> bool:
@@ -224,7 +235,8 @@ class RouterCore:
 
     def explain(self, query: Query, now: float) -> Scorecard | Refusal:
         """How `place` would decide now; changes nothing."""
-        ranked = self._choose(query, now)
+        prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
+        ranked = self._choose(query, prompt, now)
         if isinstance(ranked, Refusal) and ranked.kind is not RefusalKind.NO_WORKER:
             return ranked
         choices = [] if isinstance(ranked, Refusal) else ranked
@@ -283,13 +295,16 @@ class RouterCore:
             entries=self._index.entries,
             capacity_entries=self._index.capacity_entries,
             refused_entries=self._index.refused,
-            events=self._events,
-            unknown_events=self._unknown_events,
+            events=self._events + self.nodes.events,
+            unknown_events=self._unknown_events + self.nodes.unknown_events,
             digests=tuple(
                 (rank.holder, worker.sequence, self._index.digest(rank.slot))
                 for worker in sorted(self._table, key=lambda w: w.info.id)
                 for rank in worker.ranks
             ),
+            tier_entries=self.nodes.blocks,
+            tier_capacity_entries=self.nodes.capacity,
+            tier_refused_entries=self.nodes.refused_blocks,
         )
 
     @property
@@ -308,6 +323,7 @@ class RouterCore:
         self._index.check_invariants()
         self._load.check_invariants()
         self._rates.check_invariants()
+        self.nodes.check_invariants()
         slots = {rank.slot: rank for worker in self._table for rank in worker.ranks}
         assert slots == self._ranks
         for slot in slots:
@@ -318,26 +334,31 @@ class RouterCore:
 
     # Inside.
 
-    def _choose(self, query: Query, now: float) -> list[_Choice] | Refusal:
+    def _prompt(self, keys: Sequence[int], tokens: int, block_size: int, now: float) -> Prompt:
+        return Prompt(
+            keys,
+            tokens,
+            block_size,
+            self._index,
+            self._load,
+            self.nodes,
+            self._config.onboard,
+            now,
+        )
+
+    def _choose(self, query: Query, prompt: Prompt, now: float) -> list[_Choice] | Refusal:
         """Candidates, the chosen one first."""
         eligible = self._eligible(query, now)
         if isinstance(eligible, Refusal):
             return eligible
         block_size = query.block_size or 1
-        # The engine computes the last token of a prompt at least, and whole blocks only.
-        limit = min(len(query.keys), max(0, query.prompt_tokens - 1) // block_size)
-        overlaps = self._index.overlaps(query.keys, limit)
-        mates = self._load.mates(query.keys, limit)
         choices = []
         for worker in eligible:
             for rank in worker.ranks:
-                overlap = overlaps.get(rank.slot, _NO_OVERLAP)
-                mate = mates.get(rank.slot)
-                depth = mate.depth if mate else 0
-                if depth >= overlap.total:
-                    overlap = Overlap(depth)
                 load = self._load.view(rank.slot)
                 rate = self._rates.prefill_rate(rank.slot)
+                usable = prompt.at(worker.info, rank.slot, rate)
+                overlap = usable.overlap
                 candidate = Candidate(
                     slot=rank.slot,
                     prompt_tokens=query.prompt_tokens,
@@ -345,15 +366,16 @@ class RouterCore:
                     g2_tokens=overlap.g2 * block_size,
                     g3_tokens=overlap.g3 * block_size,
                     g4_tokens=overlap.g4 * block_size,
-                    mates=mate.crowd if mate else 0.0,
+                    mates=usable.mates,
                     active_requests=load.active,
                     decoding=load.decoding,
                     queued_tokens=load.queued_tokens,
                     active_tokens=load.active_tokens,
                     prefill_rate=rate,
                     decode_delay_s=self._rates.decode_delay_s(rate),
+                    onboard_s=usable.onboard_s,
                 )
-                choices.append(_Choice(worker, rank, candidate))
+                choices.append(_Choice(worker, rank, usable, candidate))
         for choice, (key, score) in zip(
             choices, self._policy.rank([c.candidate for c in choices]), strict=True
         ):
@@ -378,7 +400,7 @@ class RouterCore:
             status = self._table.status(worker, now)
             bar = bar_of(worker.info, status, query)
             if bar is None:
-                silent = status is WorkerStatus.SUSPECT
+                silent = status is Status.SUSPECT
                 (second if silent or worker.starting else first).append(worker)
                 continue
             bars.add(bar)
@@ -411,36 +433,38 @@ class RouterCore:
             self._rates.add_slot(rank.slot, info.model)
             self._ranks[rank.slot] = rank
 
-    def _cached_tokens(self, slot: int, event: RequestAdmitted, block_size: int) -> int:
-        """Estimate of what an engine need not compute of a request that somebody else placed."""
-        limit = min(len(event.keys), max(0, event.prompt_tokens - 1) // block_size)
-        here = self._index.overlaps(event.keys, limit).get(slot, _NO_OVERLAP)
-        mate = self._load.mates(event.keys, limit).get(slot)
-        return max(here.total, mate.depth if mate else 0) * block_size
+    def _estimate(
+        self, info: WorkerInfo, slot: int, event: RequestAdmitted, now: float
+    ) -> Estimate:
+        """What an engine need not compute of a request that somebody else placed."""
+        prompt = self._prompt(event.keys, event.prompt_tokens, info.block_size, now)
+        overlap = prompt.at(info, slot, self._rates.prefill_rate(slot)).overlap
+        return Estimate(overlap.total * info.block_size, overlap.lower > 0)
 
     def _apply(
         self,
         event: Event,
+        info: WorkerInfo,
         rank: Rank,
-        block_size: int,
         now: float,
         outcomes: list[Outcome],
         prefills: list[PrefillDone],
     ) -> None:
         slot = rank.slot
+        self._events += 1
         match event:
-            case BlocksStored(tier=tier, keys=keys):
-                self._index.store(slot, tier, keys)
-            case BlocksRemoved(tier=tier, keys=keys):
-                self._index.remove(slot, tier, keys)
-            case BlocksCleared(tier=tier):
-                self._index.clear(slot, tier)
+            case BlocksStored(tier=Tier.G1, keys=keys):
+                self._index.store(slot, keys)
+            case BlocksRemoved(tier=Tier.G1, keys=keys):
+                self._index.remove(slot, keys)
+            case BlocksCleared(tier=Tier.G1):
+                self._index.clear(slot)
             case LoadReport():
                 self._load.report(slot, event)
             case RequestAdmitted():
                 known = self._load.is_booked(slot, event.attempt_id)
-                cached = 0 if known else self._cached_tokens(slot, event, block_size)
-                self._load.admitted(slot, event, cached, now)
+                estimate = Estimate() if known else self._estimate(info, slot, event, now)
+                self._load.admitted(slot, event, estimate, now)
             case RequestFirstToken():
                 done = self._load.first_token(slot, event.attempt_id, event.cached_tokens)
                 if done is not None:
@@ -463,6 +487,10 @@ class RouterCore:
                             end.cached_tokens,
                         )
                     )
+            case _:
+                # Tiers below G1 are a kvbm daemon's to tell of.
+                self._events -= 1
+                self._unknown_events += 1
 
 
 def _why_lost(choice: _Choice, best: _Choice) -> str:

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.common.events.model import LoadReport, RequestAdmitted, RunningRequest
 from services.common.ids import AttemptId, BlockKey
 from services.router.core.inflight import InflightPrefixes, Mates
-from services.router.core.load import Finished, LoadBook, LoadView
+from services.router.core.load import Estimate, Finished, LoadBook, LoadView
 
 KEYS = tuple(BlockKey(k) for k in range(6))
 
@@ -50,7 +50,7 @@ def test_a_booking_counts_at_once_and_expires() -> None:
 def test_an_admission_confirms_and_the_end_tells_the_outcome() -> None:
     load = opened()
     book(load, "a")
-    load.admitted(0, admitted("a", 101), 0, now=1)
+    load.admitted(0, admitted("a", 101), Estimate(0), now=1)
     assert load.view(0) == LoadView(queued=1, queued_tokens=41, active_tokens=101)
     assert load.expire(1000) == 0
     done = load.first_token(0, AttemptId("a"), 64)
@@ -69,15 +69,15 @@ def test_a_release_frees_bookings_only() -> None:
     assert load.release(AttemptId("a")) == 0
     assert load.release(AttemptId("a")) is None
     book(load, "b")
-    load.admitted(0, admitted("b"), 0, now=1)
+    load.admitted(0, admitted("b"), Estimate(0), now=1)
     assert load.release(AttemptId("b")) is None
     assert load.view(0).queued == 1
 
 
 def test_others_requests_count_with_the_estimate() -> None:
     load = opened()
-    load.admitted(0, admitted("x", 100), 96, now=0)
-    load.admitted(0, admitted("y", 100), 100, now=0)
+    load.admitted(0, admitted("x", 100), Estimate(96), now=0)
+    load.admitted(0, admitted("y", 100), Estimate(100), now=0)
     assert load.view(0).queued_tokens == 4 + 1
     end = load.finished(0, AttemptId("x"), 96, True)
     assert end is not None and end.predicted is None and end.aborted
@@ -86,18 +86,18 @@ def test_others_requests_count_with_the_estimate() -> None:
 def test_an_admission_elsewhere_moves_the_request() -> None:
     load = opened(0, 1)
     book(load, "a", slot=0)
-    load.admitted(1, admitted("a"), 0, now=1)
+    load.admitted(1, admitted("a"), Estimate(0), now=1)
     assert load.view(0) == LoadView()
     assert load.view(1).queued == 1
 
 
 def test_the_engines_own_report_bounds_the_queue() -> None:
     load = opened()
-    load.admitted(0, admitted("a", 1000), 0, now=0)
+    load.admitted(0, admitted("a", 1000), Estimate(0), now=0)
     assert load.view(0).queued_tokens == 1000
     load.report(0, LoadReport(running_requests=1, pending_prefill_tokens=300))
     assert load.view(0).queued_tokens == 300
-    load.admitted(0, admitted("b", 50), 0, now=0)
+    load.admitted(0, admitted("b", 50), Estimate(0), now=0)
     assert load.view(0).queued_tokens == 350
     book(load, "c")
     assert load.view(0).queued_tokens == 390
@@ -110,11 +110,11 @@ def test_a_snapshot_replaces_all_but_bookings() -> None:
     load = opened()
     book(load, "mine")
     book(load, "booked")
-    load.admitted(0, admitted("mine"), 0, now=0)
-    load.admitted(0, admitted("gone"), 0, now=0)
+    load.admitted(0, admitted("mine"), Estimate(0), now=0)
+    load.admitted(0, admitted("gone"), Estimate(0), now=0)
     running = [
-        (RunningRequest(admitted("mine"), True), 0),
-        (RunningRequest(admitted("new", 70), False), 32),
+        (RunningRequest(admitted("mine"), True), Estimate()),
+        (RunningRequest(admitted("new", 70), False), Estimate(32)),
     ]
     load.reset(0, running, LoadReport(pending_prefill_tokens=20), now=1)
     load.check_invariants()
@@ -138,7 +138,7 @@ def test_several_sequences_of_one_placement() -> None:
     )
     assert load.view(0).booked == 3
     for name in ("a", "a#1", "a#2"):
-        load.admitted(0, admitted(name), 96, now=0)
+        load.admitted(0, admitted(name), Estimate(96), now=0)
     view = load.view(0)
     assert (view.booked, view.queued, view.queued_tokens) == (0, 3, 108)
 
@@ -195,7 +195,9 @@ class LoadMachine(RuleBasedStateMachine):
     def admit(
         self, id: str, slot: int, keys: tuple[BlockKey, ...], tokens: int, cached: int
     ) -> None:
-        self.load.admitted(slot, admitted(id, tokens, keys), min(cached, tokens), self.now)
+        self.load.admitted(
+            slot, admitted(id, tokens, keys), Estimate(min(cached, tokens)), self.now
+        )
         self.booked_at.pop(id, None)
 
     @rule(id=ids, slot=slots)
@@ -219,7 +221,10 @@ class LoadMachine(RuleBasedStateMachine):
     @rule(slot=slots, ids=st.sets(ids), decoding=st.booleans())
     def reset(self, slot: int, ids: set[str], decoding: bool) -> None:
         self.load.reset(
-            slot, [(RunningRequest(admitted(i), decoding), 5) for i in sorted(ids)], None, self.now
+            slot,
+            [(RunningRequest(admitted(i), decoding), Estimate(5)) for i in sorted(ids)],
+            None,
+            self.now,
         )
         for id in ids:
             self.booked_at.pop(id, None)

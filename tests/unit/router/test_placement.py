@@ -28,9 +28,10 @@ from services.common.events.model import (
 )
 from services.common.ids import AttemptId, BlockKey
 from services.router.core.answers import Outcome, Placement, Query, Refusal, RefusalKind, Scorecard
+from services.router.core.lives import Status
 from services.router.core.placement import CoreConfig, RouterCore
 from services.router.core.policies import PolicyName
-from services.router.core.workers import WorkerInfo, WorkerRole, WorkerStatus
+from services.router.core.workers import WorkerInfo, WorkerRole
 
 SIZE = 32
 KEYS = tuple(BlockKey(1000 + i) for i in range(12))
@@ -109,7 +110,7 @@ class Rig:
         self.say(p.holder.id, BlocksStored(Tier.G1, new), RequestFirstToken(p.attempt_id, cached))
         return self.say(p.holder.id, RequestFinished(p.attempt_id, cached, 1))
 
-    def status(self) -> dict[str, WorkerStatus]:
+    def status(self) -> dict[str, Status]:
         return {w.info.id: w.status for w in self.core.workers(self.now)}
 
 
@@ -245,10 +246,10 @@ class TestLiveness:
         rig.say("w0", BlocksStored(Tier.G1, KEYS))
         rig.now += 1.1
         rig.beat("w1")
-        assert rig.status() == {"w0": WorkerStatus.SUSPECT, "w1": WorkerStatus.READY}
+        assert rig.status() == {"w0": Status.SUSPECT, "w1": Status.READY}
         assert rig.place().holder.id == "w1"
         rig.beat("w0")
-        assert rig.status()["w0"] is WorkerStatus.READY
+        assert rig.status()["w0"] is Status.READY
         assert rig.place().holder.id == "w0"
 
     def test_when_all_are_suspect_one_of_them_is_chosen(self) -> None:
@@ -273,7 +274,7 @@ class TestLiveness:
             assert rig.core.refused("w0", 1, rig.now)
             assert not rig.core.refused("w0", 1, rig.now)
             start = rig.now
-            while rig.status()["w0"] is WorkerStatus.UNREACHABLE:
+            while rig.status()["w0"] is Status.UNREACHABLE:
                 rig.now += 0.1
                 rig.beat()
             waits.append(rig.now - start)
@@ -289,7 +290,7 @@ class TestLiveness:
         rig = Rig(workers=1)
         assert not rig.core.refused("w0", 99, rig.now)
         assert not rig.core.refused("nobody", 0, rig.now)
-        assert rig.status()["w0"] is WorkerStatus.READY
+        assert rig.status()["w0"] is Status.READY
 
     def test_a_vanished_record_alone_removes_nobody(self) -> None:
         rig = Rig(workers=1)
@@ -311,7 +312,7 @@ class TestLiveness:
         rig = Rig(workers=1)
         rig.now += 1000
         assert rig.core.tick(rig.now) == []
-        assert rig.status() == {"w0": WorkerStatus.SUSPECT}
+        assert rig.status() == {"w0": Status.SUSPECT}
 
     def test_one_that_drained_and_left_is_gone_soon(self) -> None:
         rig = Rig(workers=1)
@@ -363,7 +364,7 @@ class TestLiveness:
         rig.core.refused("w0", 1, rig.now)
         rig.lives["w0"] = 50
         assert rig.core.heard("w0", 50, rig.now)
-        assert rig.status()["w0"] is WorkerStatus.JOINING
+        assert rig.status()["w0"] is Status.JOINING
         assert {rig.place([i]).holder.id for i in range(10)} == {"w1"}
         card = rig.core.explain(rig.query(), rig.now)
         assert isinstance(card, Scorecard)
@@ -418,7 +419,7 @@ class TestLiveness:
     def test_serves_before_the_snapshot(self) -> None:
         rig = Rig(workers=0)
         rig.core.record(rig.info("w0", 1), rig.now)
-        assert rig.status() == {"w0": WorkerStatus.JOINING}
+        assert rig.status() == {"w0": Status.JOINING}
         assert rig.place().holder.id == "w0"
 
 
@@ -454,7 +455,7 @@ class TestConstraints:
         rig.core.record(rig.info("w1", 2, draining=True), rig.now)
         assert rig.refusal() is RefusalKind.NO_WORKER
         rig.now += 5
-        assert rig.status()["w1"] is WorkerStatus.DRAINING
+        assert rig.status()["w1"] is Status.DRAINING
 
     def test_block_size_and_length(self) -> None:
         rig = Rig(max_model_len=500)

@@ -107,13 +107,14 @@ class TestCost:
 
     def test_lower_tiers_are_better_than_computing_and_worse_than_g1(self) -> None:
         model = CostModel()
+        fast, slow = {"g2_tokens": 960, "onboard_s": 0.096}, {"g2_tokens": 960, "onboard_s": 99}
         g1, g2, none = (
             model.score(c).total_s
-            for c in (candidate(g1_tokens=960), candidate(g2_tokens=960), candidate())
+            for c in (candidate(g1_tokens=960), candidate(**fast), candidate())
         )
         assert g1 < g2 < none
-        slow = CostModel(onboard_speedup=0.01).score(candidate(g2_tokens=960))
-        assert slow.onboard_s <= 0.96, "never more than recomputing"
+        assert model.score(candidate(**fast)).onboard_s == 0.096
+        assert model.score(candidate(**slow)).onboard_s <= 0.96, "never more than recomputing"
 
 
 def pick(policy: Policy, candidates: list[Candidate]) -> int:

@@ -30,12 +30,24 @@ from services.router.core.workers import HolderId, WorkerInfo, WorkerRole
 from services.router.server import RouterServicer
 
 CARD = ModelCard("m", b"\0" * 32, 32, 4096, 100, adapters=(Adapter("a", "/a"),), total_blocks=9)
-RECORD = Instance("w0", InstanceKind.WORKER, 5, "h:1", card=CARD, role=Role.DECODE)
+RECORD = Instance("w0", InstanceKind.WORKER, 5, "h:1", card=CARD, role=Role.DECODE, kvbm="n0")
 
 
 def test_a_record_in_the_cores_words() -> None:
     assert worker_info(RECORD) == WorkerInfo(
-        "w0", 5, "h:1", "m", 32, 9, 4096, 100, {"a": "/a"}, {}, WorkerRole.DECODE
+        "w0",
+        5,
+        "h:1",
+        "m",
+        32,
+        9,
+        4096,
+        100,
+        {"a": "/a"},
+        {},
+        WorkerRole.DECODE,
+        kvbm="n0",
+        namespace=b"\0" * 32,
     )
 
 
@@ -208,7 +220,7 @@ async def test_a_late_record_of_a_former_life_moves_nobody() -> None:
 
     followers: Any = SimpleNamespace(follow=lambda *where: followed.append(where))
     await watch_workers(Records(), core, followers, lambda: 0.0, asyncio.Event())
-    assert followed == [("w0", "old:1", "old:2"), ("w0", "new:1", "new:2")]
+    assert followed == [("worker", "w0", "old:1", "old:2"), ("worker", "w0", "new:1", "new:2")]
     (view,) = core.workers(0.0)
     assert (view.holder.incarnation, view.info.address) == (6, "new:1")
 

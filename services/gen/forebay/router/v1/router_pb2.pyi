@@ -540,6 +540,7 @@ class WorkerView(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PENDING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    KVBM_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model it serves."""
     address: _builtins.str
@@ -572,6 +573,8 @@ class WorkerView(_message.Message):
     """Sum over its finished requests of cached prompt tokens, since this router started."""
     pending_prefill_tokens: _builtins.int
     """Prompt tokens queued there that are still to be computed."""
+    kvbm: _builtins.str
+    """Id of the kvbm daemon whose tiers it loads from; empty: none."""
     @_builtins.property
     def worker(self) -> _common_pb2.Holder:
         """Who it is."""
@@ -596,14 +599,107 @@ class WorkerView(_message.Message):
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         pending_prefill_tokens: _builtins.int = ...,
+        kvbm: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_requests", b"booked_requests", "cached_tokens", b"cached_tokens", "indexed_blocks", b"indexed_blocks", "model", b"model", "pending_prefill_tokens", b"pending_prefill_tokens", "placements", b"placements", "prompt_tokens", b"prompt_tokens", "role", b"role", "running_requests", b"running_requests", "sequence", b"sequence", "silence_s", b"silence_s", "state", b"state", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_requests", b"booked_requests", "cached_tokens", b"cached_tokens", "indexed_blocks", b"indexed_blocks", "kvbm", b"kvbm", "model", b"model", "pending_prefill_tokens", b"pending_prefill_tokens", "placements", b"placements", "prompt_tokens", b"prompt_tokens", "role", b"role", "running_requests", b"running_requests", "sequence", b"sequence", "silence_s", b"silence_s", "state", b"state", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerView: _TypeAlias = WorkerView  # noqa: Y015
+
+@_typing.final
+class TierView(_message.Message):
+    """What a daemon holds of one namespace in one tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    XOR_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BLOCK_S_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """Digest of what gives the blocks' bytes their meaning, 32 bytes."""
+    tier: _common_pb2.Tier.ValueType
+    """The tier: G2, G3 or G4."""
+    blocks: _builtins.int
+    """Blocks there."""
+    xor: _builtins.int
+    """XOR of the low 64 bits of their hashes."""
+    latency_s: _builtins.float
+    """Measured seconds before the first block arrives; 0 with block_s 0: defaults hold."""
+    block_s: _builtins.float
+    """Measured seconds a block; 0: not measured, defaults hold."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
+        blocks: _builtins.int = ...,
+        xor: _builtins.int = ...,
+        latency_s: _builtins.float = ...,
+        block_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_s", b"block_s", "blocks", b"blocks", "latency_s", b"latency_s", "namespace", b"namespace", "tier", b"tier", "xor", b"xor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierView: _TypeAlias = TierView  # noqa: Y015
+
+@_typing.final
+class NodeView(_message.Message):
+    """A kvbm daemon as a router sees it. Its tiers count for its workers only while it is READY."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    SILENCE_S_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """gRPC address, host:port."""
+    state: Global___WorkerState.ValueType
+    """How it is regarded."""
+    entries: _builtins.int
+    """Its index entries: a block in several tiers is one."""
+    sequence: _builtins.int
+    """Last sequence applied."""
+    silence_s: _builtins.float
+    """Seconds since it was last heard."""
+    @_builtins.property
+    def node(self) -> _common_pb2.Holder:
+        """Who it is."""
+
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierView]:
+        """What it holds, by namespace and tier."""
+
+    def __init__(
+        self,
+        *,
+        node: _common_pb2.Holder | None = ...,
+        address: _builtins.str = ...,
+        state: Global___WorkerState.ValueType = ...,
+        tiers: _abc.Iterable[Global___TierView] | None = ...,
+        entries: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        silence_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "entries", b"entries", "node", b"node", "sequence", b"sequence", "silence_s", b"silence_s", "state", b"state", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeView: _TypeAlias = NodeView  # noqa: Y015
 
 @_typing.final
 class ListWorkersResponse(_message.Message):
@@ -614,6 +710,7 @@ class ListWorkersResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Policy in force."""
     router_id: _builtins.str
@@ -622,16 +719,21 @@ class ListWorkersResponse(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerView]:
         """In order of id."""
 
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeView]:
+        """The kvbm daemons, in order of id."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerView] | None = ...,
         policy: _builtins.str = ...,
         router_id: _builtins.str = ...,
+        nodes: _abc.Iterable[Global___NodeView] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "policy", b"policy", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -670,6 +772,10 @@ class GetIndexStatsResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     UNKNOWN_EVENTS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    TIER_ENTRIES_FIELD_NUMBER: _builtins.int
+    TIER_CAPACITY_ENTRIES_FIELD_NUMBER: _builtins.int
+    TIER_REFUSED_ENTRIES_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Different block hashes known."""
     entries: _builtins.int
@@ -688,9 +794,19 @@ class GetIndexStatsResponse(_message.Message):
     """Events applied."""
     unknown_events: _builtins.int
     """Events dropped because their tier or kind is unknown."""
+    tier_entries: _builtins.int
+    """(block, kvbm daemon) pairs known below G1; a block in several tiers of a daemon is one."""
+    tier_capacity_entries: _builtins.int
+    """Most such pairs it may hold."""
+    tier_refused_entries: _builtins.int
+    """Such pairs refused because their daemon had as many as it may."""
     @_builtins.property
     def digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___HolderDigest]:
         """For each holder an order-free digest of its G1 entries, to compare with the worker's own."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeView]:
+        """The kvbm daemons and what is known of their tiers, to compare with their own."""
 
     def __init__(
         self,
@@ -705,10 +821,14 @@ class GetIndexStatsResponse(_message.Message):
         events: _builtins.int = ...,
         unknown_events: _builtins.int = ...,
         digests: _abc.Iterable[Global___HolderDigest] | None = ...,
+        tier_entries: _builtins.int = ...,
+        tier_capacity_entries: _builtins.int = ...,
+        tier_refused_entries: _builtins.int = ...,
+        nodes: _abc.Iterable[Global___NodeView] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_entries", b"capacity_entries", "digests", b"digests", "entries", b"entries", "events", b"events", "gaps", b"gaps", "holders", b"holders", "refused_entries", b"refused_entries", "snapshots", b"snapshots", "unknown_events", b"unknown_events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_entries", b"capacity_entries", "digests", b"digests", "entries", b"entries", "events", b"events", "gaps", b"gaps", "holders", b"holders", "nodes", b"nodes", "refused_entries", b"refused_entries", "snapshots", b"snapshots", "tier_capacity_entries", b"tier_capacity_entries", "tier_entries", b"tier_entries", "tier_refused_entries", b"tier_refused_entries", "unknown_events", b"unknown_events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

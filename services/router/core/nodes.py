@@ -1,0 +1,300 @@
+"""Node table: the kvbm daemons, whether they live, and what each holds below G1 by namespace.
+
+A worker's record names its daemon, and its card the namespace: `reach` joins the two. A daemon that
+is silent, refuses or leaves counts for nothing, and its blocks are kept; one that is gone or lives
+anew has none. Its workers are never touched by that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.common.events.model import (
+    Batch,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Snapshot,
+    Tier,
+    TierRate,
+)
+from services.router.core.answers import NodeSnapshot, Outcome, TierView
+from services.router.core.lives import Life, Liveness, Status, Word
+from services.router.core.tiers import LOWER_TIERS, Holding, Reach
+
+TierEvent = BlocksStored | BlocksRemoved | BlocksCleared | TierRate
+_NAMESPACE_BYTES = 32
+_MOST_NAMESPACES = 256
+"""Namespaces of one daemon that are kept apart; more are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a daemon's record says."""
+
+    id: str
+    incarnation: int
+    address: str
+    remote: str = ""
+    """Names its remote storage: daemons with the same one share G4. Empty: shared with nobody."""
+    draining: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Node(Life):
+    info: NodeInfo
+    holdings: dict[bytes, Holding] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> int:
+        return sum(map(len, self.holdings.values()))
+
+
+class NodeTable:
+    """Daemons by id. Takes what their records and streams tell, as RouterCore does for workers.
+
+    Each daemon may have `most_blocks` index entries, all namespaces and tiers together.
+    """
+
+    def __init__(self, liveness: Liveness, most_blocks: int) -> None:
+        self._liveness = liveness
+        self._most_blocks = most_blocks
+        self._nodes: dict[str, _Node] = {}
+        # By storage and namespace: whose G4 is everybody's.
+        self._remotes: dict[tuple[str, bytes], list[Holding]] = {}
+        self._retired: list[dict[int, int]] = []
+        self.refused_blocks = 0
+        """Entries refused so far because their daemon had as many as it may."""
+        self.events = 0
+        """Events applied."""
+        self.unknown_events = 0
+        """Events and parts of snapshots dropped: of unknown kind or tier, or without namespace."""
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    # What discovery tells.
+
+    def record(self, info: NodeInfo, now: float) -> bool:
+        """A daemon's record came or changed. False if it is of a life that is over."""
+        node = self._nodes.get(info.id)
+        if node is None:
+            self._nodes[info.id] = _Node(
+                info=info,
+                incarnation=info.incarnation,
+                heard_at=now,
+                record_incarnation=info.incarnation,
+            )
+            return True
+        word = node.recorded(info.incarnation)
+        if word is Word.FORMER:
+            return False
+        moved = node.info.remote != info.remote
+        node.info = info
+        if word is Word.NEXT:
+            node.begin(info.incarnation, now)
+            self._forget_blocks(node)
+        if moved:
+            self._join_remotes()
+        return True
+
+    def record_vanished(self, node_id: str, incarnation: int) -> None:
+        """A daemon's record went: a hint only."""
+        node = self._nodes.get(node_id)
+        if node is not None:
+            node.record_vanished(incarnation)
+
+    # What its stream tells.
+
+    def heard(self, node_id: str, incarnation: int, now: float) -> bool:
+        """A daemon lives, its news is still being recovered. False if it is not known."""
+        return self._hear(node_id, incarnation, now) is not None
+
+    def reset(self, snapshot: Snapshot, now: float) -> bool:
+        """A daemon holds exactly this. False if it is not known."""
+        node = self._hear(snapshot.publisher, snapshot.incarnation, now)
+        if node is None:
+            return False
+        node.answered(snapshot.sequence)
+        self.unknown_events += snapshot.unknown_parts
+        self._forget_blocks(node)
+        for part in snapshot.blocks:
+            self._apply(node, BlocksStored(part.tier, part.keys, namespace=part.namespace))
+        for rate in snapshot.rates:
+            self._apply(node, rate)
+        return True
+
+    def apply(self, batch: Batch, now: float) -> tuple[Outcome, ...]:
+        """News of a daemon, in order, without gaps. Requests never end here: returns ()."""
+        node = self._hear(batch.publisher, batch.incarnation, now)
+        if node is None:
+            return ()
+        node.sequence = batch.sequence
+        self.unknown_events += batch.unknown_events
+        for event in batch.events:
+            if isinstance(event, TierEvent):
+                self._apply(node, event)
+            else:
+                # A daemon runs no requests.
+                self.unknown_events += 1
+        return ()
+
+    def refused(self, node_id: str, incarnation: int, now: float) -> bool:
+        """A daemon refused a connection: of no use until heard again. True if that is news."""
+        node = self._nodes.get(node_id)
+        return node is not None and node.refuse(incarnation, now)
+
+    def tick(self, now: float) -> list[str]:
+        """Lets time pass: forgets daemons that are gone; returns their ids."""
+        gone = [n for n in self._nodes.values() if n.gone(n.info.draining, self._liveness, now)]
+        for node in gone:
+            self._forget_blocks(node)
+            del self._nodes[node.info.id]
+        return [node.info.id for node in gone]
+
+    def sweep(self, limit: int) -> bool:
+        """Frees up to `limit` entries of what was forgotten; True while some are left."""
+        while self._retired and limit > 0:
+            blocks = self._retired[-1]
+            for _ in range(min(limit, len(blocks))):
+                blocks.popitem()
+            limit -= 1 + min(limit, len(blocks))
+            if not blocks:
+                self._retired.pop()
+        return bool(self._retired)
+
+    # Questions.
+
+    def reach(self, node_id: str, namespace: bytes, now: float) -> Reach | None:
+        """A daemon's tiers as a worker of that namespace can use them now; None: not at all."""
+        node = self._nodes.get(node_id)
+        if node is None or self._status(node, now) is not Status.READY:
+            return None
+        remote = self._remotes.get((node.info.remote, namespace), ())
+        holding = node.holdings.get(namespace)
+        if holding is None:
+            return Reach(_NOTHING, remote) if remote else None
+        return Reach(holding, remote)
+
+    def address(self, node_id: str) -> str:
+        """gRPC address of a daemon; empty if it is not known."""
+        node = self._nodes.get(node_id)
+        return "" if node is None else node.info.address
+
+    def nodes(self, now: float) -> list[NodeSnapshot]:
+        """All daemons, in order of id."""
+        return [
+            self._snapshot(n, now) for n in sorted(self._nodes.values(), key=lambda n: n.info.id)
+        ]
+
+    @property
+    def blocks(self) -> int:
+        """Entries: blocks times daemons that hold them in any tier."""
+        return sum(node.blocks for node in self._nodes.values())
+
+    @property
+    def capacity(self) -> int:
+        """Most entries that the present daemons may have."""
+        return self._most_blocks * len(self._nodes)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when a bound is broken or a sum differs from what it sums up."""
+        remotes: dict[tuple[str, bytes], list[Holding]] = {}
+        for node_id, node in self._nodes.items():
+            assert node.info.id == node_id
+            assert node.incarnation not in node.old_lives
+            assert node.blocks <= self._most_blocks
+            assert len(node.holdings) <= _MOST_NAMESPACES
+            for namespace, holding in node.holdings.items():
+                assert len(namespace) == _NAMESPACE_BYTES
+                holding.check_invariants()
+                if node.info.remote:
+                    remotes.setdefault((node.info.remote, namespace), []).append(holding)
+        assert {k: set(map(id, v)) for k, v in remotes.items()} == {
+            k: set(map(id, v)) for k, v in self._remotes.items()
+        }
+
+    # Inside.
+
+    def _status(self, node: _Node, now: float) -> Status:
+        return node.status(node.info.draining, self._liveness, now)
+
+    def _hear(self, node_id: str, incarnation: int, now: float) -> _Node | None:
+        node = self._nodes.get(node_id)
+        if node is None:
+            return None
+        match node.heard(incarnation, now):
+            case Word.FORMER:
+                return None
+            case Word.NEXT:
+                self._forget_blocks(node)
+        return node
+
+    def _apply(self, node: _Node, event: TierEvent) -> None:
+        holding = self._holding(node, event.namespace, event.tier)
+        if holding is None:
+            self.unknown_events += 1
+            return
+        self.events += 1
+        match event:
+            case BlocksStored(tier=tier, keys=keys):
+                room = self._most_blocks - node.blocks
+                self.refused_blocks += holding.store(tier, keys, room)
+            case BlocksRemoved(tier=tier, keys=keys):
+                holding.remove(tier, keys)
+            case BlocksCleared(tier=tier):
+                self._retire(holding.clear(tier))
+            case TierRate(tier=tier):
+                holding.rates[tier] = event
+
+    def _holding(self, node: _Node, namespace: bytes, tier: Tier) -> Holding | None:
+        """Where an event belongs; None when that can't be said, or there are too many."""
+        if tier not in LOWER_TIERS or len(namespace) != _NAMESPACE_BYTES:
+            return None
+        if namespace not in node.holdings:
+            if len(node.holdings) >= _MOST_NAMESPACES:
+                node.holdings = {n: h for n, h in node.holdings.items() if h.blocks}
+                self._join_remotes()
+            if len(node.holdings) >= _MOST_NAMESPACES:
+                return None
+            node.holdings[namespace] = holding = Holding()
+            if node.info.remote:
+                self._remotes.setdefault((node.info.remote, namespace), []).append(holding)
+        return node.holdings[namespace]
+
+    def _forget_blocks(self, node: _Node) -> None:
+        for holding in node.holdings.values():
+            self._retire(holding.blocks)
+        if node.holdings:
+            node.holdings = {}
+            self._join_remotes()
+
+    def _retire(self, blocks: dict[int, int]) -> None:
+        if blocks:
+            self._retired.append(blocks)
+
+    def _join_remotes(self) -> None:
+        self._remotes.clear()
+        for node in self._nodes.values():
+            for namespace, holding in node.holdings.items():
+                if node.info.remote:
+                    self._remotes.setdefault((node.info.remote, namespace), []).append(holding)
+
+    def _snapshot(self, node: _Node, now: float) -> NodeSnapshot:
+        return NodeSnapshot(
+            id=node.info.id,
+            incarnation=node.incarnation,
+            address=node.info.address,
+            status=self._status(node, now),
+            tiers=tuple(
+                TierView(namespace, tier, holding.digest(tier), holding.rates.get(tier))
+                for namespace, holding in sorted(node.holdings.items())
+                for tier in LOWER_TIERS
+            ),
+            entries=node.blocks,
+            sequence=node.sequence,
+            silence_s=node.silence_s(now),
+        )
+
+
+_NOTHING = Holding()

@@ -1,0 +1,88 @@
+"""What each worker need not compute of one prompt: its own blocks, then those of its node's tiers.
+
+Made anew for each prompt; everything that workers share is looked up once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.events.model import Tier
+from services.router.core.answers import Prefetch
+from services.router.core.index import PrefixIndex
+from services.router.core.load import LoadBook
+from services.router.core.nodes import NodeTable
+from services.router.core.onboard import OnboardDefaults, tier_costs
+from services.router.core.tiers import Overlap, Reach, TierWalk, overlap_of
+from services.router.core.workers import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """What one worker can use of a prompt."""
+
+    overlap: Overlap
+    onboard_s: float
+    """Seconds to bring up the blocks below G1."""
+    mates: float
+    """Requests in flight there that share the prompt."""
+    tiers: bytes = b""
+    """Tier of each block behind those in G1."""
+
+
+class Prompt:
+    """One prompt's blocks, looked up wherever they may be."""
+
+    def __init__(
+        self,
+        keys: Sequence[int],
+        prompt_tokens: int,
+        block_size: int,
+        index: PrefixIndex,
+        load: LoadBook,
+        nodes: NodeTable,
+        onboard: OnboardDefaults,
+        now: float,
+    ) -> None:
+        self._keys = keys
+        self._block_size = block_size or 1
+        # The engine computes the last token of a prompt at least, and whole blocks only.
+        self._limit = min(len(keys), max(0, prompt_tokens - 1) // self._block_size)
+        self._own = index.depths(keys, self._limit)
+        self._mates = load.mates(keys, self._limit)
+        self._walk = TierWalk(keys, self._limit)
+        self._nodes = nodes
+        self._reaches: dict[tuple[str, bytes], Reach | None] = {}
+        self._onboard = onboard
+        self._now = now
+
+    def at(self, info: WorkerInfo, slot: int, prefill_rate: float) -> Usable:
+        """What a worker's rank can use; `prefill_rate` in tokens a second."""
+        mate = self._mates.get(slot)
+        crowd = mate.crowd if mate else 0.0
+        # Requests ahead bring their blocks before this one's turn comes.
+        own = max(self._own.get(slot, 0), mate.depth if mate else 0)
+        reach = self._reach(info) if info.kvbm and own < self._limit else None
+        if reach is None:
+            return Usable(Overlap(own), 0.0, crowd)
+        costs = tier_costs(self._onboard, reach.holding.rates, self._block_size / prefill_rate)
+        tiers = self._walk.run(reach, own, costs.worth)
+        overlap = overlap_of(own, tiers)
+        return Usable(overlap, costs.seconds(overlap), crowd, tiers)
+
+    def prefetch(self, info: WorkerInfo, usable: Usable) -> Prefetch | None:
+        """What the worker's daemon may bring up while the request is on its way."""
+        below = next((i for i, tier in enumerate(usable.tiers) if tier > Tier.G2), None)
+        if below is None:
+            return None
+        own = usable.overlap.g1
+        return Prefetch(
+            info.kvbm, info.namespace, self._keys[own + below : own + len(usable.tiers)]
+        )
+
+    def _reach(self, info: WorkerInfo) -> Reach | None:
+        where = info.kvbm, info.namespace
+        if where not in self._reaches:
+            self._reaches[where] = self._nodes.reach(info.kvbm, info.namespace, self._now)
+        return self._reaches[where]
