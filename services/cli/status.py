@@ -14,11 +14,13 @@ from rich.live import Live
 from rich.text import Text
 
 from services.cli.adapters.http import etcd_healthy, is_ok
+from services.cli.adapters.kvbm import NodeStats
 from services.cli.adapters.rpc import WorkerRow, is_serving
 from services.cli.errors import StateError
+from services.cli.kvview import tier_table
 from services.cli.up import state
 from services.cli.up.process import ProcessRef, alive
-from services.cli.up.run import worker_rows
+from services.cli.up.run import cache_stats, worker_rows
 from services.cli.up.spec import ProcessState, ProcessView
 from services.cli.up.state import ClusterState, Phase
 from services.cli.up.view import process_table, worker_table
@@ -37,6 +39,8 @@ class Status:
     """By process name: whether it answered that it serves."""
     workers: tuple[WorkerRow, ...] | None
     """As a router sees them; None when no router answers."""
+    caches: NodeStats | None = None
+    """Figures of the kvbm; None without one, or when it does not answer."""
 
     @property
     def ok(self) -> bool:
@@ -67,6 +71,7 @@ async def look(state_dir: Path) -> Status:
         supervised=now.supervised(),
         serving=dict(zip((p.name for p in seen), answers, strict=True)),
         workers=await worker_rows(now),
+        caches=await cache_stats(now),
     )
 
 
@@ -104,6 +109,7 @@ def as_json(status: Status) -> dict[str, Any]:
         "workers": None
         if status.workers is None
         else [{**msgspec.to_builtins(w), "hit_rate": w.hit_rate} for w in status.workers],
+        "kvbm": None if status.caches is None else msgspec.to_builtins(status.caches),
     }
 
 
@@ -129,6 +135,8 @@ def render(status: Status) -> RenderableType:
         parts.append(worker_table(status.workers))
     elif any(p.pid for p in views):
         parts.append(Text("no router answers" if status.workers is None else "no workers"))
+    if status.caches is not None:
+        parts += [Text(), tier_table(status.caches.tiers)]
     return Group(*parts)
 
 

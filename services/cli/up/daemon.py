@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from services.cli.adapters.kvbm import TierRow
 from services.cli.adapters.rpc import WorkerRow
 from services.cli.config import child_environment
 from services.cli.errors import CliError, PortTaken, StartFailed, StateError
@@ -133,6 +134,9 @@ class _DaemonReporter:
 
     def workers(self, rows: Sequence[WorkerRow] | None) -> None:
         """Drops the figures: who wants them asks with `forebay status`."""
+
+    def tiers(self, rows: Sequence[TierRow] | None) -> None:
+        """Drops these too."""
 
     def close(self) -> None:
         """Closes the pipe."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.adapters.http import is_ok
+from services.cli.adapters.kvbm import NodeStats, open_kvbm
 from services.cli.adapters.rpc import WorkerRow, open_router
 from services.cli.errors import CliError, StartFailed
 from services.cli.up import caches as blockcaches
@@ -242,9 +243,12 @@ async def _missing(now: ClusterState) -> str:
 
 
 async def _watch(cluster: Cluster, reporter: Reporter) -> None:
-    """Tells the reporter each second how the workers do."""
+    """Tells the reporter each second how the workers and the kvbm do."""
     while True:
         reporter.workers(await worker_rows(cluster.state))
+        if cluster.state.of_kind("kvbm"):
+            caches = await cache_stats(cluster.state)
+            reporter.tiers(None if caches is None else caches.tiers)
         await asyncio.sleep(_WATCH_EVERY_S)
 
 
@@ -256,6 +260,17 @@ async def worker_rows(now: ClusterState) -> tuple[WorkerRow, ...] | None:
         with contextlib.suppress(ForebayError):
             async with open_router(router.ready.address) as client:
                 return (await client.list_workers()).workers
+    return None
+
+
+async def cache_stats(now: ClusterState) -> NodeStats | None:
+    """The figures of the cluster's kvbm; None when there is none, or it does not answer."""
+    for view in now.of_kind("kvbm"):
+        if view.state is not ProcessState.READY:
+            continue
+        with contextlib.suppress(ForebayError):
+            async with open_kvbm(view.ready.address, timeout_s=2.0) as client:
+                return await client.stats()
     return None
 
 

@@ -13,7 +13,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.adapters.kvbm import TierRow
 from services.cli.adapters.rpc import WorkerRow
+from services.cli.kvview import tier_table
 from services.cli.up.spec import ProcessState, ProcessView
 
 _STYLES = {
@@ -38,6 +40,9 @@ class Reporter(Protocol):
 
     def workers(self, rows: Sequence[WorkerRow] | None) -> None:
         """How the workers do now; None when no router answers."""
+
+    def tiers(self, rows: Sequence[TierRow] | None) -> None:
+        """What the kvbm holds now; None when it doesn't answer, empty when there is none."""
 
     def close(self) -> None:
         """Nothing more will come."""
@@ -74,6 +79,9 @@ class PlainReporter:
     def workers(self, rows: Sequence[WorkerRow] | None) -> None:
         """Prints nothing: a table each second is no line of a log."""
 
+    def tiers(self, rows: Sequence[TierRow] | None) -> None:
+        """Prints nothing either."""
+
     def close(self) -> None:
         """Nothing to do."""
 
@@ -89,6 +97,7 @@ class LiveReporter:
         self._views: dict[str, ProcessView] = {}
         self._since: dict[str, float] = {}
         self._rows: Sequence[WorkerRow] | None = ()
+        self._tiers: Sequence[TierRow] | None = ()
         self._live = Live(
             console=console, refresh_per_second=4, get_renderable=self._render, transient=True
         )
@@ -113,6 +122,10 @@ class LiveReporter:
         """Takes the figures into the table."""
         self._rows = rows
 
+    def tiers(self, rows: Sequence[TierRow] | None) -> None:
+        """Takes the figures into a table of their own."""
+        self._tiers = rows
+
     def close(self) -> None:
         """Takes the table away and leaves its last state as text."""
         self._live.stop()
@@ -124,6 +137,10 @@ class LiveReporter:
             parts += [Text(), worker_table(self._rows)]
         elif self._rows is None and serving:
             parts += [Text(), Text("no router answers", style="yellow")]
+        if self._tiers and serving:
+            parts += [Text(), tier_table(self._tiers)]
+        elif self._tiers is None and serving:
+            parts += [Text(), Text("kvbm does not answer", style="yellow")]
         return Group(*parts)
 
 
@@ -142,6 +159,9 @@ class PipeReporter:
         self.send({"note": text})
 
     def workers(self, rows: Sequence[WorkerRow] | None) -> None:
+        """Sends nothing."""
+
+    def tiers(self, rows: Sequence[TierRow] | None) -> None:
         """Sends nothing."""
 
     def send(self, message: dict[str, Any]) -> None:

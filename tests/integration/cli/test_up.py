@@ -45,6 +45,9 @@ class Quiet:
     def workers(self, rows: object) -> None:
         pass
 
+    def tiers(self, rows: object) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
