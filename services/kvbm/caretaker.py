@@ -11,13 +11,13 @@ import time
 
 from services.common.events.model import Tier
 from services.common.telemetry.logging import get_logger
-from services.kvbm.core.model import Owner, ReadyBlock, SlotRef
+from services.kvbm.core.model import Owner, ReadyBlock, SlotRef, sealed_header
 from services.kvbm.core.offload import WriteBudget
 from services.kvbm.metrics import KvbmMetrics
 from services.kvbm.moves import BATCH_BLOCKS
 from services.kvbm.node import Node
 from services.kvbm.readers import Readers, verify
-from services.kvbm.space import Space, slot_header
+from services.kvbm.space import Space
 from services.kvbm.tiers.port import DiskTier, Health, ObjectTier, Transfer
 
 TICK_S = 0.25
@@ -75,7 +75,7 @@ class Caretaker:
             self._readers.leases,
             sum(c.pins for c in counts),
             sum(c.granted for c in counts),
-            sum(sum(c.quarantined.values()) for c in counts),
+            sum(t.quarantined for c in counts for t in c.tiers.values()),
             len(node.attached),
         )
         now = time.monotonic()
@@ -106,7 +106,7 @@ class Caretaker:
         keys = space.plan.choose(space.catalog, Tier.G2, Tier.G3, now, BATCH_BLOCKS)
         if not keys:
             return 0
-        if space.catalog.counts().free.get(Tier.G3, 0) < len(keys):
+        if space.count(Tier.G3).free < len(keys):
             grown = await space.disk.grow()
             if grown:
                 space.catalog.add_slots(Tier.G3, grown)
@@ -157,7 +157,7 @@ class Caretaker:
 
     async def check(self, space: Space, tier: Tier, key: bytes) -> bool:
         """Verifies one block where it lies; False when it was bad, and is forgotten."""
-        meta, ref = space.catalog.meta(key), space.catalog.slot(tier, key)
+        meta, ref = space.catalog.meta(key, tier), space.catalog.slot(tier, key)
         if meta is None or ref is None:
             return True
         if tier is Tier.G2:
@@ -174,9 +174,9 @@ class Caretaker:
         space.apply()
         if not slots or space.disk is None:
             return True
-        meta = space.catalog.meta(key)
+        meta = space.catalog.meta(key, Tier.G3)
         assert meta is not None
-        header = slot_header(meta, ref.generation, space.geometry.payload_bytes)
+        header = sealed_header(meta, ref.generation, space.geometry.payload_bytes)
         result = await space.disk.load(
             [Transfer(slots[0].index, header, ref.index)], self._node.settings.disk_timeout_s
         )

@@ -102,22 +102,18 @@ class Curator:
         cleared: dict[Tier, tuple[int, int]] = {}
         leased = 0
         for space in self._spaces(namespace):
-            remote = self._remote_keys(space, select) if Tier.G4 in chosen else []
             outcome = space.catalog.clear(select, self._node.now_ms(), dry_run=dry_run)
             leased += outcome.leased
-            for tier, blocks in outcome.blocks.items():
+            for tier, blocks in ((t, n) for t, n in outcome.blocks.items() if n):
                 so_far, size = cleared.get(tier, (0, 0))
                 added = blocks * space.geometry.payload_bytes
                 cleared[tier] = (so_far + blocks, size + added)
             if not dry_run:
                 space.apply()
                 await space.erase_dropped()
-                if space.remote is not None and remote:
-                    await space.remote.erase(remote)
+                if space.remote is not None and outcome.remote:
+                    await space.remote.erase(outcome.remote)
         return cleared, leased
-
-    def _remote_keys(self, space: Space, select: Selection) -> list[bytes]:
-        return [v.meta.key for v in space.catalog.selected(select) if Tier.G4 in v.tiers]
 
     def _spaces(self, namespace: bytes) -> list[Space]:
         if namespace:

@@ -127,7 +127,6 @@ class Moves:
         if space.remote is None or first >= len(keys):
             return 0
         there = await space.remote.find(keys, self._remote_timeout_s)
-        space.catalog.set_remote(keys[:there], True)
         size = space.remote.run_blocks
         work: list[Awaitable[int]] = []
         for start in range(first - first % size, there, size):
@@ -205,6 +204,9 @@ class Moves:
         ]
         result = await space.remote.store(transfers, self._remote_timeout_s)
         done = self._ended(copies, result, Tier.G2, Tier.G4)
+        if result.errors.count(None) > done:
+            # Forgotten while it was written: what is in the store now must not be found again.
+            await space.remote.erase(run)
         self._metrics.count("offload_blocks_d2o", done)
         return done
 
@@ -233,7 +235,7 @@ class Moves:
                 if source is Tier.G3:
                     space.catalog.forget(Tier.G3, copy.meta.key, self._now_ms())
             if source is Tier.G4:
-                space.catalog.set_remote([copy.meta.key], False)
+                space.catalog.forget(Tier.G4, copy.meta.key, self._now_ms())
         space.apply()
         if done:
             self._metrics.moved(source, target, done * space.geometry.payload_bytes, result.seconds)

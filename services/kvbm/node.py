@@ -346,7 +346,7 @@ class Node:
         for tier, health in healths.items():
             blocks = used = 0
             for space in self.spaces.values():
-                n = space.catalog.counts().blocks.get(tier, 0)
+                n = space.count(tier).blocks
                 blocks, used = blocks + n, used + n * space.geometry.payload_bytes
             totals[tier] = (blocks, used, caps[tier], health)
         return totals

@@ -229,9 +229,7 @@ class KvbmServicer(kvbm_pb2_grpc.KvbmServiceServicer):
         }
         for tier, (blocks, used, capacity, health) in node.totals().items():
             backend, place = backends[tier.value - 1]
-            quarantined = sum(
-                s.catalog.counts().quarantined.get(tier, 0) for s in node.spaces.values()
-            )
+            quarantined = sum(s.count(tier).quarantined for s in node.spaces.values())
             answer.tiers.add(
                 tier=tier.value,  # type: ignore[arg-type]  # same numbers
                 blocks=blocks,
@@ -250,7 +248,9 @@ class KvbmServicer(kvbm_pb2_grpc.KvbmServiceServicer):
                 model=space.model,
                 geometry=geometry_message(space.geometry),
                 workers=[a.worker for a in node.attached.values() if a.space is space],
-                tiers=tier_counts({t: (n, n * size) for t, n in counts.blocks.items()}),
+                tiers=tier_counts(
+                    {t: (n.blocks, n.blocks * size) for t, n in counts.tiers.items()}
+                ),
                 leases=counts.leases,
                 pins=counts.pins,
                 granted=counts.granted,

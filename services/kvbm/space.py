@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from services.common.arena import Arena, CorruptHeader, Geometry, SlotHeader, SlotState
+from services.common.arena import Arena, CorruptHeader, Geometry, SlotHeader
 from services.common.blocks import block_key
 from services.common.events.model import BlocksCleared, Event, Tier, TierBlocks, TierRate
 from services.common.events.tiers import tier_events
 from services.common.telemetry.logging import get_logger
 from services.kvbm.core.catalog import Catalog, Copy
 from services.kvbm.core.gate import Gate
-from services.kvbm.core.model import Adopted, BlockMeta
+from services.kvbm.core.model import Adopted, TierCounts, sealed_header
 from services.kvbm.core.offload import OffloadPlan
 from services.kvbm.metrics import KvbmMetrics
 from services.kvbm.tiers.port import DiskSpace, ObjectSpace
@@ -26,23 +26,6 @@ from services.kvbm.tiers.port import DiskSpace, ObjectSpace
 ADOPT_AT_ONCE = 2048
 """Headers read at start before others get their turn."""
 log = get_logger(__name__)
-
-
-def slot_header(meta: BlockMeta, generation: int, payload_bytes: int) -> SlotHeader:
-    """The header of a block in a slot."""
-    return SlotHeader(
-        SlotState.SEALED,
-        generation,
-        meta.key,
-        meta.parent,
-        meta.position,
-        meta.tenant,
-        0,
-        meta.created_ms,
-        meta.expires_ms,
-        payload_bytes,
-        tuple(meta.checksums),
-    )
 
 
 class Space:
@@ -68,8 +51,6 @@ class Space:
         self.metrics = metrics
         self.model = ""
         """Name of the model, for people."""
-        self.stored = asyncio.Event()
-        """Set whenever blocks have appeared: there may be something to write down."""
         self.run_ends: dict[bytes, None] = {}
         """Blocks whose run may be worth writing to remote storage, oldest first."""
         self.told_rates: dict[Tier, TierRate] = {}
@@ -89,6 +70,10 @@ class Space:
         """How its blocks are made up."""
         return self.arena.geometry
 
+    def count(self, tier: Tier) -> TierCounts:
+        """Slots of a tier by their use."""
+        return self.catalog.counts().tiers.get(tier, TierCounts())
+
     def long_keys(self, short: Sequence[int]) -> list[bytes]:
         """Full hashes of the leading blocks that are stored here, by their low 64 bits."""
         keys = []
@@ -105,27 +90,19 @@ class Space:
         for write in changes.headers:
             if write.tier is Tier.G2:
                 self.arena.write_header(write.slot, write.header)
-            elif write.header.state is SlotState.FREE:
-                self._erasures.add(write.slot)
             else:
-                self._erasures.discard(write.slot)
-        # A block may have come and gone in one call: what counts is whether it is there now.
-        tiers_of = self.catalog.tiers_of
-        stored = [(t, k) for t, k in dict.fromkeys(changes.stored) if t in tiers_of(k)]
-        removed = [(t, k) for t, k in dict.fromkeys(changes.removed) if t not in tiers_of(k)]
-        for tier, key in removed:
+                self._erasures.add(write.slot)
+        for tier, key in changes.removed:
             self.metrics.evicted(tier, 1)
-            if not tiers_of(key):
+            if not self.catalog.tiers_of(key):
                 self._short.pop(block_key(key), None)
                 self.run_ends.pop(key, None)
-        for tier, key in stored:
+        for tier, key in changes.stored:
             self._short[block_key(key)] = key
             self._note_run_end(key, tier)
             if tier is Tier.G2:
                 self.plan.stored(key, time.monotonic())
-        if stored:
-            self.stored.set()
-        self._publish(tier_events(self.namespace, stored, removed))
+        self._publish(tier_events(self.namespace, changes.stored, changes.removed))
 
     def _note_run_end(self, key: bytes, tier: Tier) -> None:
         """A run goes to remote storage once its last block went down to disk, if there is one."""
@@ -162,7 +139,7 @@ class Space:
         """The header of a moving block as it is, or shall be, in one of the two tiers."""
         ref = copy.source_slot if tier is copy.source else copy.target_slot
         generation = ref.generation if ref is not None else 0
-        return slot_header(copy.meta, generation, self.geometry.payload_bytes)
+        return sealed_header(copy.meta, generation, self.geometry.payload_bytes)
 
     async def erase_dropped(self) -> None:
         """Makes sure that disk slots whose blocks were dropped hold nothing after a restart."""

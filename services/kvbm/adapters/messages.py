@@ -113,7 +113,7 @@ def block_info(
         parent=meta.parent if any(meta.parent) else b"",
         position=meta.position,
         tenant=tenant,
-        tiers=[t.value for t in view.tiers],  # type: ignore[misc]
+        tiers=[t.value for t in view.tiers],
         age_s=max(0.0, (now_ms - meta.created_ms) / 1000),
         idle_s=max(0.0, (now_ms - view.used_ms) / 1000),
         hits=view.hits,
@@ -128,7 +128,7 @@ def explanation_message(e: Explanation) -> pb.ExplainResponse:
     for v in e.blocks:
         answer.blocks.add(
             position=v.position,
-            tiers=[t.value for t in v.tiers],  # type: ignore[misc]
+            tiers=[t.value for t in v.tiers],
             load=v.load,
             reason=v.reason,
             leases=v.view.leases if v.view else 0,
