@@ -28,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 T = TypeVar("T")
+_PIPE_WIDTH = 240
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -137,6 +138,8 @@ def emit(value: object, *, as_json: bool, view: Callable[[], RenderableType]) ->
     if as_json:
         console.print_json(json.dumps(value if isinstance(value, dict) else plain(value)))
     else:
+        if not console.is_terminal:  # nothing is cut off for want of columns in a file or a pipe
+            console.width = max(console.width, _PIPE_WIDTH)
         console.print(view())
 
 

@@ -41,7 +41,7 @@ def size(count: int) -> str:
 def span(seconds: float) -> str:
     """A time in words: "2.1 ms", "40 s", "3 h"."""
     if seconds < 1:
-        return f"{seconds * 1000:.2g} ms" if seconds else "0"
+        return f"{seconds * 1000:.3g} ms" if seconds else "0"
     for limit, unit, length in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
         if seconds < limit:
             return f"{seconds / length:.0f} {unit}"
