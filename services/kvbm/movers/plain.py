@@ -39,11 +39,11 @@ class PlainMover:
 
     async def read(self, pieces: Sequence[FilePiece], timeout_s: float) -> Moved:
         """See FileMover."""
-        return await self._move(_read, pieces, timeout_s)
+        return await self._move(read_piece, pieces, timeout_s)
 
     async def write(self, pieces: Sequence[FilePiece], timeout_s: float) -> Moved:
         """See FileMover."""
-        return await self._move(_write, pieces, timeout_s)
+        return await self._move(write_piece, pieces, timeout_s)
 
     async def register(self, memory: Memory) -> None:
         """See FileMover; there is nothing to do."""
@@ -62,21 +62,29 @@ class PlainMover:
         self, call: Callable[[FilePiece], str | None], pieces: Sequence[FilePiece], timeout_s: float
     ) -> Moved:
         ran = await self._threads.run([partial(call, piece) for piece in pieces], timeout_s)
-        errors = [_error(result) for result in ran.results]
+        errors = [told(item) if isinstance(item, Exception) else item for item in ran.results]
         return Moved(errors, ran.fence)
 
 
-def _error(result: str | Exception | None) -> str | None:
-    if isinstance(result, OSError):
-        return words(result)
-    return f"failed: {result!r}" if isinstance(result, Exception) else result
+def told(exc: Exception) -> str:
+    """What went wrong with a piece, in words as in `Moved.errors`."""
+    return words(exc) if isinstance(exc, OSError) else f"failed: {exc!r}"
+
+
+def attempt(call: Callable[[], str | None]) -> str | None:
+    """Does it; why it failed, or None."""
+    try:
+        return call()
+    except OSError as exc:
+        return words(exc)
 
 
 def _view(memory: Memory) -> memoryview:
     return memoryview((ctypes.c_char * memory.length).from_address(memory.address)).cast("B")
 
 
-def _read(piece: FilePiece) -> str | None:
+def read_piece(piece: FilePiece) -> str | None:
+    """Reads one; None, or how much was missing. Raises OSError."""
     view, done = _view(piece.memory), 0
     while done < len(view):
         count = os.preadv(piece.fd, [view[done:]], piece.offset + done)
@@ -86,7 +94,8 @@ def _read(piece: FilePiece) -> str | None:
     return None
 
 
-def _write(piece: FilePiece) -> str | None:
+def write_piece(piece: FilePiece) -> str | None:
+    """Writes one; None, or how much went missing. Raises OSError."""
     view, done = _view(piece.memory), 0
     while done < len(view):
         count = os.pwritev(piece.fd, [view[done:]], piece.offset + done)

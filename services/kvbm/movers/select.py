@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from services.kvbm.movers.nixl import NixlMover
 from services.kvbm.movers.plain import PlainMover, words
 from services.kvbm.movers.port import FileMover, FilePiece, Memory
 from services.kvbm.movers.threads import Threads
@@ -23,20 +25,42 @@ async def open_file_mover(*, nixl: bool, direct: bool, gds: bool, folder: Path) 
     Raises OSError when not even plain writes and reads work there.
     """
     why: list[str] = []
-    if gds:
-        why.append("GDS: no GPU")
     probe = Probe(folder)
     try:
-        for open_direct in (True, False) if direct else (False,):
-            mover = PlainMover(direct=open_direct, why="; ".join(why))
+        for what, build in _candidates(nixl=nixl, direct=direct, gds=gds):
+            mover = build("; ".join(why))
             problem = await probe.check(mover)
             if not problem:
                 return mover
             await mover.close()
-            why.append(f"{'O_DIRECT' if open_direct else 'plain I/O'} refused ({problem})")
+            why.append(f"{what} refused ({problem})")
     finally:
         probe.close()
     raise OSError(f"{folder} can't be used: {'; '.join(why)}")
+
+
+def _candidates(
+    *, nixl: bool, direct: bool, gds: bool
+) -> Iterator[tuple[str, Callable[[str], FileMover]]]:
+    """What may be tried, best first: its name, and how to make it with the reasons before it."""
+    if nixl and gds and direct:
+        for backend in ("GDS_MT", "GDS"):
+            yield backend, _nixl(f"{backend.lower()}(direct)", backend, {})
+    # Without O_DIRECT, NIXL's queues only add to what the page cache does: plain calls are better.
+    if nixl and direct:
+        for words, use in (("uring", "use_uring"), ("aio", "use_aio")):
+            parameters = {use: "true", "ios_pool_size": "1024"}
+            yield f"NIXL POSIX {words}", _nixl(f"posix({words},direct)", "POSIX", parameters)
+    for open_direct in (True, False) if direct else (False,):
+        yield "O_DIRECT" if open_direct else "plain I/O", _plain(open_direct)
+
+
+def _nixl(words: str, backend: str, parameters: Mapping[str, str]) -> Callable[[str], FileMover]:
+    return lambda why: NixlMover(words, backend, parameters, direct=True, why=why)
+
+
+def _plain(direct: bool) -> Callable[[str], FileMover]:
+    return lambda why: PlainMover(direct=direct, why=why)
 
 
 class Probe:
