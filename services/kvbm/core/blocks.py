@@ -115,7 +115,14 @@ class Block:
     def _refresh(self) -> None:
         g2, g3, remote = self.g2, self.g3, self.remote
         self.tiers = _TIERS[(g2 is not None) | (g3 is not None) << 1 | (remote is not None) << 2]
-        self.until = min((m.expires_ms for _, m in self.metas() if m.expires_ms), default=NEVER)
+        until = NEVER
+        if g2 is not None and g2.meta.expires_ms:
+            until = g2.meta.expires_ms
+        if g3 is not None and 0 < g3.meta.expires_ms < until:
+            until = g3.meta.expires_ms
+        if remote is not None and 0 < remote.expires_ms < until:
+            until = remote.expires_ms
+        self.until = until
 
 
 def expired(meta: BlockMeta, now_ms: int) -> bool:

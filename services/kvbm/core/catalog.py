@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from services.common.arena import NO_KEY, SlotHeader, SlotState
 from services.common.events.model import Tier
-from services.kvbm.core.blocks import SLOT_TIERS, Block, expired
+from services.kvbm.core.blocks import SLOT_TIERS, Block
 from services.kvbm.core.clearing import clear
 from services.kvbm.core.copies import Copies
 from services.kvbm.core.eviction import Eviction
@@ -116,16 +116,13 @@ class Catalog:
         verdict = self._judge(tier, header, alive)
         if header is None:
             # Its generation is lost: one that no count of uses has reached.
-            slots.restore(slot, Use.FREE, now_ms)
+            slots.restore(slot, now_ms)
         elif verdict is Adopted.ADOPTED:
-            meta = meta_of(header)
-            slots.restore(slot, Use.REGISTERED, header.generation)
-            self._quota.charge(meta.tenant, tier, stock.payload_bytes, force=True)
-            stock.register(tier, SlotRef(slot, header.generation), meta, written=True)
+            stock.restore(tier, SlotRef(slot, header.generation), meta_of(header))
         elif verdict is Adopted.QUARANTINED:
-            slots.restore(slot, Use.QUARANTINED, header.generation, Owner(header.owner))
+            slots.restore(slot, header.generation, owner=Owner(header.owner))
         else:
-            slots.restore(slot, Use.FREE, header.generation)
+            slots.restore(slot, header.generation)
         if verdict not in (Adopted.ADOPTED, Adopted.QUARANTINED, Adopted.EMPTY):
             stock.empty(tier, slot)
         return verdict
@@ -146,7 +143,7 @@ class Catalog:
             or header.payload_bytes != self._stock.payload_bytes
         ):
             return Adopted.CORRUPT
-        if expired(meta_of(header), self._stock.now_ms):
+        if 0 < header.expires_ms <= self._stock.now_ms:
             return Adopted.EXPIRED
         block = self._stock.blocks.get(header.key)
         if block is not None and block.held(tier) is not None:

@@ -177,22 +177,31 @@ class Slots:
         """Whether a LEAVING slot is to be kept out of use in the end."""
         return index in self._bad
 
-    def restore(self, index: int, use: Use, generation: int, owner: Owner | None = None) -> None:
+    def restore(
+        self,
+        index: int,
+        generation: int,
+        *,
+        held: Held | None = None,
+        owner: Owner | None = None,
+    ) -> None:
         """Says of a slot what a former life had used it for, before anything is taken.
 
-        A REGISTERED slot's block is put in by `register` right after this made it FILLING.
+        With a block it is REGISTERED, with an owner QUARANTINED, with neither FREE.
         """
         if not self.fresh or index not in self._free or self.generations[index]:
             raise IllegalStep(f"{self.tier.name} slot {index} is in use already")
         self.generations[index] = generation
-        if use is Use.FREE:
+        if held is None and owner is None:
             return
+        use = Use.QUARANTINED if held is None else Use.REGISTERED
         del self._free[index]
-        self._step(index, Use.FILLING)
+        self.uses[index] = use
+        self.held[index] = held
+        self._counts[Use.FREE] -= 1
+        self._counts[use] += 1
         if owner is not None:
             self._own(index, owner)
-        if use is Use.QUARANTINED:
-            self._step(index, use)
 
     def _step(self, index: int, use: Use) -> None:
         before = self.uses[index]

@@ -56,12 +56,13 @@ class Stock:
         self.remote_blocks = 0
         """Blocks that are in G4, too."""
         self._spared = {tier: self._spares(tier) for tier in SLOT_TIERS}
-        self._tenants: dict[tuple[int, Tier], OrderedDict[bytes, int]] = {}
-        """Each tenant's blocks, the one used longest ago first, as far as was looked; when used."""
+        self._limited: dict[tuple[int, Tier], OrderedDict[bytes, int]] = {}
+        """Blocks of each tenant with a quota, those used longest ago first as far as was looked,
+        with the time of use that was seen then."""
         self._expiries: list[tuple[int, Tier, int, int]] = []
         """Heap of (time, tier, slot, generation); those of blocks that went earlier among them."""
         self._headers: dict[tuple[Tier, int], SlotHeader] = {}
-        self._events: dict[tuple[Tier, bytes], bool] = {}
+        self._events: dict[Tier, dict[bytes, bool]] = {tier: {} for tier in (*SLOT_TIERS, Tier.G4)}
 
     def at(self, now_ms: int) -> int:
         """Notes the time; it never goes back."""
@@ -84,39 +85,44 @@ class Stock:
                 self.withdraw(block, tier)
         return block if block.tiers else None
 
-    def register(
-        self,
-        tier: Tier,
-        ref: SlotRef,
-        meta: BlockMeta,
-        *,
-        reused: bool = False,
-        written: bool = False,
-    ) -> Block:
+    def register(self, tier: Tier, ref: SlotRef, meta: BlockMeta, *, reused: bool = False) -> None:
         """A filled slot becomes a block's copy. Its bytes are charged already.
 
-        `reused`: somebody has asked for the block. `written`: its header says that it is there
-        already, as of a block found at start.
+        `reused`: somebody has asked for the block.
         """
-        block = self.blocks.claim(meta)
         held = Held(meta, ReadyBlock(meta.key, ref, meta.checksums))
-        reused = reused or block.hits > 0
-        block.hold(tier, held)
-        block.used_ms = max(block.used_ms, meta.created_ms if written else self.now_ms)
         self.slots[tier].register(ref.index, held)
-        self.evictions[tier].add(meta.key, meta.position, reused=reused, parent=meta.parent)
-        own = self._tenants.get((meta.tenant, tier))
-        if own is None:
-            own = self._tenants[meta.tenant, tier] = OrderedDict()
-        own[meta.key] = block.used_ms
-        if meta.expires_ms:
-            self._expect(meta.expires_ms, tier, ref)
-        self.pins.appeared(block)
-        if tier is Tier.G2 and not written:
+        self._enter(tier, held, self.now_ms, reused)
+        if tier is Tier.G2:
             header = sealed_header(meta, ref.generation, self.payload_bytes)
             self._headers[tier, ref.index] = header
+
+    def restore(self, tier: Tier, ref: SlotRef, meta: BlockMeta) -> None:
+        """A block was found in a slot at start. It is charged whatever the quota says."""
+        held = Held(meta, ReadyBlock(meta.key, ref, meta.checksums))
+        self.slots[tier].restore(ref.index, ref.generation, held=held)
+        self.quota.charge(meta.tenant, tier, self.payload_bytes, force=True)
+        self._enter(tier, held, meta.created_ms, False)
+
+    def _enter(self, tier: Tier, held: Held, used_ms: int, reused: bool) -> None:
+        meta = held.meta
+        block = self.blocks.claim(meta)
+        block.hold(tier, held)
+        if used_ms > block.used_ms:
+            block.used_ms = used_ms
+        self.evictions[tier].add(
+            meta.key, meta.position, reused=reused or block.hits > 0, parent=meta.parent
+        )
+        if self.quota.limit(meta.tenant, tier) is not None:
+            own = self._limited.get((meta.tenant, tier))
+            if own is None:
+                own = self._limited[meta.tenant, tier] = OrderedDict()
+            own[meta.key] = block.used_ms
+        if meta.expires_ms:
+            self._expect(meta.expires_ms, tier, held.ready.ref)
+        if block.pins:
+            self.pins.appeared(block)
         self._tell(tier, meta.key, there=True)
-        return block
 
     def withdraw(self, block: Block, tier: Tier, *, bad: bool = False) -> None:
         """Nobody finds this copy again; its slot comes back when its last reader ends.
@@ -127,12 +133,14 @@ class Stock:
         assert held is not None
         slots, index = self.slots[tier], held.ready.ref.index
         self.evictions[tier].remove(block.key)
-        own = self._tenants[held.meta.tenant, tier]
-        del own[block.key]
-        if not own:
-            del self._tenants[held.meta.tenant, tier]
+        own = self._limited.get((held.meta.tenant, tier))
+        if own is not None:
+            del own[block.key]
+            if not own:
+                del self._limited[held.meta.tenant, tier]
         block.hold(tier, None)
-        self.pins.vanished(block, tier)
+        if block.pins:
+            self.pins.vanished(block, tier)
         self._tell(tier, block.key, there=False)
         if slots.readers[index]:
             slots.leave(index, bad=bad)
@@ -248,7 +256,7 @@ class Stock:
 
     def _oldest(self, tenant: int, tier: Tier) -> Block | None:
         """The tenant's block to go first: the end of the chain that was used longest ago."""
-        own = self._tenants.get((tenant, tier))
+        own = self._limited.get((tenant, tier))
         for _ in range(2 * len(own) if own else 0):
             assert own is not None
             key, used_ms = next(iter(own.items()))
@@ -310,20 +318,20 @@ class Stock:
     # News.
 
     def _tell(self, tier: Tier, key: bytes, *, there: bool) -> None:
-        if self._events.pop((tier, key), there) is there:
-            self._events[tier, key] = there
+        events = self._events[tier]
+        if events.pop(key, there) is there:
+            events[key] = there
 
     def take_changes(self) -> Changes:
         """All headers and news since the last call."""
-        if not self._headers and not self._events:
-            return Changes()
         changes = Changes(
-            [HeaderWrite(tier, slot, header) for (tier, slot), header in self._headers.items()],
-            [block for block, there in self._events.items() if there],
-            [block for block, there in self._events.items() if not there],
+            [HeaderWrite(tier, slot, header) for (tier, slot), header in self._headers.items()]
         )
         self._headers.clear()
-        self._events.clear()
+        for tier, events in self._events.items():
+            for key, there in events.items():
+                (changes.stored if there else changes.removed).append((tier, key))
+            events.clear()
         return changes
 
     def charges(self) -> dict[tuple[int, Tier], int]:
@@ -359,13 +367,17 @@ class Stock:
             assert len(self.evictions[tier]) == len(here)
             own = {
                 key: tenant
-                for (tenant, t), keys in self._tenants.items()
+                for (tenant, t), keys in self._limited.items()
                 if t is tier
                 for key in keys
             }
-            assert own == {key: held.meta.tenant for key, held in here.items()}
+            limited = {key: held.meta.tenant for key, held in here.items()}
+            for key, tenant in list(limited.items()):
+                if self.quota.limit(tenant, tier) is None:
+                    del limited[key]
+            assert own == limited
         assert self.remote_blocks == sum(block.remote is not None for block in self.blocks)
-        assert all(self._tenants.values())
+        assert all(self._limited.values())
         waiting = {entry for entry in self._expiries if self._waits(entry)}
         for tier, slots in self.slots.items():
             for held in slots.blocks():
