@@ -272,7 +272,7 @@ class Arena:
             if isinstance(exc, OSError) and not isinstance(exc, ArenaError):
                 raise ArenaError(
                     exc.errno or 0,
-                    f"can't make an arena of {size / 2**30:.2f} GiB: {exc.strerror or exc}",
+                    f"can't make an arena of {amount(size)}: {exc.strerror or exc}",
                     str(path),
                 ) from exc
             raise
@@ -403,6 +403,11 @@ class Arena:
         except BufferError:
             # A view of some caller's. The mapping goes with it: this was the only other name.
             del self._map
+
+
+def amount(size: int) -> str:
+    """A number of bytes for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 30 else f"{size / 2**20:.2f} MiB"
 
 
 def _pages(length: int, page: int = PAGE) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from services.common.arena import Arena, ArenaError, CorruptHeader, Geometry
+from services.common.arena import Arena, ArenaError, CorruptHeader, Geometry, amount
 from services.kvbm.owners import private_directory
 from services.kvbm.tiers.memory import Available, memory_available
 
@@ -94,7 +94,7 @@ class HostTier:
         for _, path in sorted(found, reverse=True):
             size = path.lstat().st_size
             if size > left:
-                _discard(path, f"{size / GIB:.2f} GiB are more than the budget has left")
+                _discard(path, f"{amount(size)} are more than the budget has left")
                 continue
             try:
                 arena = Arena.open(path, self._tell(path))
@@ -171,10 +171,10 @@ class HostTier:
     ) -> Arena:
         async with self._lock:
             arena = self._arenas.get(namespace)
-            if arena is not None and arena.geometry != geometry:
+            if arena is not None and (why := _unfit(arena, geometry)) is not None:
                 if in_use(namespace):
-                    raise _mismatch(arena.geometry, geometry)
-                log.warning("arena.other_geometry", path=str(arena.path), had=repr(arena.geometry))
+                    raise why
+                log.warning("arena.unfit", path=str(arena.path), reason=str(why))
                 await self._retire(namespace, retire)
                 arena = None
             if arena is None:
@@ -202,9 +202,9 @@ class HostTier:
         if not slots or room < share // _LEAST_PART:
             raise ArenaError(
                 errno.ENOSPC,
-                f"no room in G2 for another namespace: of {self._budget / GIB:.2f} GiB "
-                f"{self.used_bytes / GIB:.2f} are in use by {len(self._arenas)} others, and one "
-                f"block takes {geometry.stride / GIB:.4f}; a larger FOREBAY_KVBM_CPU_CACHE_GB or a "
+                f"no room in G2 for another namespace: of {amount(self._budget)} "
+                f"{amount(self.used_bytes)} are in use by {len(self._arenas)} others, and one "
+                f"block takes {amount(geometry.stride)}; a larger FOREBAY_KVBM_CPU_CACHE_GB or a "
                 "smaller FOREBAY_KVBM_ARENA_SHARE would do",
             )
         path = self._directory / _name(namespace)
@@ -296,6 +296,20 @@ class HostTier:
 
 def _name(namespace: bytes) -> str:
     return f"{namespace.hex()}.arena"
+
+
+def _unfit(arena: Arena, geometry: Geometry) -> Exception | None:
+    """Why no engine could use an arena that is mapped here."""
+    if arena.geometry != geometry:
+        return _mismatch(arena.geometry, geometry)
+    if not arena.path.exists():
+        return ArenaError(
+            errno.ENOENT,
+            "somebody has removed the arena's file while engines use it; it is made anew when "
+            "they have left",
+            str(arena.path),
+        )
+    return None
 
 
 def _mismatch(had: Geometry, asked: Geometry) -> GeometryMismatch:

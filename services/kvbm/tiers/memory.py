@@ -7,10 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.arena import ArenaError
+from services.common.arena import ArenaError, amount
 
-GIB = 1 << 30
-_RESERVE = GIB // 2
+_RESERVE = 512 << 20
 _HUGE = 2 << 20
 
 
@@ -31,16 +30,16 @@ class Available:
         if size > self.file_system:
             raise ArenaError(
                 errno.ENOSPC,
-                f"{size / GIB:.2f} GiB of G2 don't fit: the file system of {self.path} has "
-                f"{self.file_system / GIB:.2f} GiB free; a smaller FOREBAY_KVBM_CPU_CACHE_GB would "
+                f"{amount(size)} of G2 don't fit: the file system of {self.path} has "
+                f"{amount(self.file_system)} free; a smaller FOREBAY_KVBM_CPU_CACHE_GB would "
                 "do, or a larger tmpfs (mount -o remount,size=...; --shm-size for containers)",
                 str(self.path),
             )
         if self.memory is not None and size > self.memory:
             raise ArenaError(
                 errno.ENOMEM,
-                f"{size / GIB:.2f} GiB of G2 don't fit: {self.memory_is} has "
-                f"{self.memory / GIB:.2f} GiB to spare; a smaller FOREBAY_KVBM_CPU_CACHE_GB would "
+                f"{amount(size)} of G2 don't fit: {self.memory_is} has "
+                f"{amount(self.memory)} to spare; a smaller FOREBAY_KVBM_CPU_CACHE_GB would "
                 "do, or a higher limit",
                 str(self.path),
             )
@@ -91,9 +90,7 @@ def _limits(proc: Path, cgroup: Path) -> list[tuple[int, str]]:
             if most.isdigit() and used.isdigit():
                 room = int(most) - int(used) + _reclaimable(folder)
                 reserve = min(_RESERVE, int(most) // 20)
-                rooms.append(
-                    (max(0, room - reserve), f"the memory limit {int(most) / GIB:.2f} GiB")
-                )
+                rooms.append((max(0, room - reserve), f"the memory limit {amount(int(most))}"))
             if folder == root:
                 break
     return rooms
