@@ -92,6 +92,7 @@ class Caretaker:
             moved = 0
             for space in list(self._node.spaces.values()):
                 try:
+                    await space.erase_dropped()
                     moved += await self._to_disk(space) + await self._to_remote(space)
                 except Exception:  # a loop's boundary: the next round tries again
                     log.exception("offloading failed")
@@ -133,6 +134,8 @@ class Caretaker:
         known = Health(True)
         while True:
             health = tier.health if tier.health.ok else await tier.probe()
+            if tier is self._node.disk and health.ok:
+                await self._look_at_disk()
             if health != known:
                 say = log.info if health.ok else log.warning
                 say(
@@ -140,6 +143,14 @@ class Caretaker:
                 )
                 known = health
             await asyncio.sleep(PROBE_S)
+
+    async def _look_at_disk(self) -> None:
+        """Opens the disk for who found no room on it before; forgets what was deleted there."""
+        for space in list(self._node.spaces.values()):
+            if space.disk is not None and (lost := space.disk.take_lost()):
+                space.forget_slots(Tier.G3, lost, self._node.now_ms())
+            if space.disk is None and (disk := await self._node.open_disk(space.arena)):
+                await space.add_disk(disk, self._node.now_ms())
 
     # Verification.
 

@@ -126,7 +126,9 @@ class Moves:
         space = self._space
         if space.remote is None or first >= len(keys):
             return 0
+        began = self._now_s()
         there = await space.remote.find(keys, self._remote_timeout_s)
+        space.odds.heard(there > first, self._now_s() - began)
         size = space.remote.run_blocks
         work: list[Awaitable[int]] = []
         for start in range(first - first % size, there, size):
@@ -177,7 +179,7 @@ class Moves:
             )
             for copy in copies
         ]
-        space.reused([t.slot for t in transfers])
+        await space.before_store([t.slot for t in transfers])
         result = await space.disk.store(transfers, self._disk_timeout_s)
         done = self._ended(copies, result, Tier.G2, Tier.G3)
         self._metrics.count("offload_blocks_h2d", done)

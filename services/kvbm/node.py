@@ -116,7 +116,7 @@ class Node:
 
     async def _add(self, arena: Arena) -> Space:
         settings = self.settings
-        disk = await self._open_disk(arena)
+        disk = await self.open_disk(arena)
         remote = await self.remote.open(arena.namespace, arena) if self.remote else None
         slots = {Tier.G2: arena.slots, Tier.G3: disk.slots if disk else 0}
         capacity_g3 = max(slots[Tier.G3], settings.g3_bytes // arena.geometry.stride, 1)
@@ -150,7 +150,7 @@ class Node:
             namespace=arena.namespace.hex()[:16],
             arena_gib=round(arena.size(arena.geometry, arena.slots) / 2**30, 3),
             seconds=round(time.monotonic() - began, 3),
-            **{result.value: n for result, n in counts.items()},
+            **{result.value: n for result, n in sorted(counts.items())},
         )
         self.spaces[arena.namespace] = space
         self.moves[arena.namespace] = Moves(
@@ -163,11 +163,20 @@ class Node:
         )
         return space
 
-    async def _open_disk(self, arena: Arena) -> DiskSpace | None:
+    async def open_disk(self, arena: Arena) -> DiskSpace | None:
+        """The namespace's part of the disk; None: there is no disk, or no room on it now."""
         if self.disk is None:
             return None
         try:
-            return await self.disk.open(arena.namespace, arena)
+            # Blocks of models that nobody serves any more make room, one after the other.
+            old = [n.namespace for n in await self.disk.namespaces()]
+            while True:
+                try:
+                    return await self.disk.open(arena.namespace, arena)
+                except OSError:
+                    if not (old := [n for n in old if n not in self.spaces]):
+                        raise
+                    await self.disk.remove(old.pop(0))
         except OSError as exc:
             log.warning("this namespace has no room on disk", why=str(exc))
             return None

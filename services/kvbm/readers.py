@@ -102,12 +102,13 @@ class Readers:
         keys = ask.keys[ask.skip :]
         tiers = space.catalog.run(keys)
         run = [t[0] for t in tiers]
-        if len(run) < len(keys) and space.remote is not None and self._node.remote_works:
-            # Nobody here knows what other nodes have stored: whether to ask is the gate's business.
-            run += [Tier.G4] * (len(keys) - len(run))
         recompute = ask.recompute_block_s or (
             space.geometry.block_size / self._settings.recompute_tokens_per_s
         )
+        unknown = len(keys) - len(run)
+        if unknown and self._may_ask(space) and space.odds.worth(unknown * recompute):
+            # Nobody here knows what other nodes have stored; the gate says whether it would pay.
+            run += [Tier.G4] * unknown
         verdict = space.gate.decide(run, recompute, ask.wait_s, time.monotonic(), dry_run=dry_run)
         take = min(verdict.blocks, ask.limit) if ask.limit else verdict.blocks
         if take == len(keys):
@@ -120,6 +121,9 @@ class Readers:
         end = probe.first + probe.count if probe is not None else 0
         return Plan(tiers, take, reason, recompute, verdict.tiers, end)
 
+    def _may_ask(self, space: Space) -> bool:
+        return space.remote is not None and self._node.remote_works
+
     def lookup(self, ask: Ask) -> Found:
         """Finds, leases, and begins promotions. Errors as in kvbm.proto."""
         began = time.perf_counter()
@@ -129,7 +133,9 @@ class Readers:
         stored = len(space.catalog.run(ask.keys))
         wanted = ask.keys[ask.skip : ask.skip + plan.take]
         space.catalog.touch([*ask.keys[: ask.skip], *wanted], now)
-        if plan.probe_end:
+        if plan.reason == "missing" and self._may_ask(space) and space.odds.try_anyway():
+            self._promote(space, ask.keys, ask.skip)
+        elif plan.probe_end:
             self._promote(space, ask.keys[: ask.skip + plan.probe_end], ask.skip)
         nothing = Found(0, 0, ask.skip, (), 0, stored, plan.reason)
         if not wanted:

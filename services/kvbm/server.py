@@ -231,7 +231,7 @@ class KvbmServicer(kvbm_pb2_grpc.KvbmServiceServicer):
             backend, place = backends[tier.value - 1]
             quarantined = sum(s.count(tier).quarantined for s in node.spaces.values())
             answer.tiers.add(
-                tier=tier.value,  # type: ignore[arg-type]  # same numbers
+                tier=tier.value,
                 blocks=blocks,
                 used_bytes=used,
                 capacity_bytes=capacity,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter as Tally
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from services.common.arena import Arena, CorruptHeader, Geometry, SlotHeader
@@ -19,6 +20,7 @@ from services.common.telemetry.logging import get_logger
 from services.kvbm.core.catalog import Catalog, Copy
 from services.kvbm.core.gate import Gate
 from services.kvbm.core.model import Adopted, TierCounts, sealed_header
+from services.kvbm.core.odds import Odds
 from services.kvbm.core.offload import OffloadPlan
 from services.kvbm.metrics import KvbmMetrics
 from services.kvbm.tiers.port import DiskSpace, ObjectSpace
@@ -49,6 +51,8 @@ class Space:
         self.disk = disk
         self.remote = remote
         self.metrics = metrics
+        self.odds = Odds()
+        """Whether to ask remote storage for what nobody here has seen."""
         self.model = ""
         """Name of the model, for people."""
         self.run_ends: dict[bytes, None] = {}
@@ -58,6 +62,7 @@ class Space:
         self._publish = publish
         self._short: dict[int, bytes] = {}
         self._erasures: set[int] = set()
+        self._erasing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -117,23 +122,45 @@ class Space:
             while len(self.run_ends) > 4096:
                 self.run_ends.pop(next(iter(self.run_ends)))
 
-    async def adopt(self, now_ms: int, alive: Callable[[int], bool]) -> dict[Adopted, int]:
+    async def adopt(self, now_ms: int, alive: Callable[[int], bool]) -> Tally[Adopted]:
         """Reads all headers, in memory and on disk, and takes over what is whole."""
-        counts: dict[Adopted, int] = {}
-        tiers = [(Tier.G2, self.arena.headers())]
+        counts: Tally[Adopted] = Tally()
+        await self._adopt(Tier.G2, self.arena.headers(), now_ms, alive, counts)
         if self.disk is not None:
-            tiers.append((Tier.G3, self.disk.headers()))
-        for tier, headers in tiers:
-            for slot, header in enumerate(headers):
-                whole = None if isinstance(header, CorruptHeader) else header
-                result = self.catalog.adopt(tier, slot, whole, now_ms, alive)
-                counts[result] = counts.get(result, 0) + 1
-                if result is Adopted.CORRUPT:
-                    self.metrics.corrupt(tier)
-                if slot % ADOPT_AT_ONCE == ADOPT_AT_ONCE - 1:
-                    await asyncio.sleep(0)
-        self.apply()
+            await self._adopt(Tier.G3, self.disk.headers(), now_ms, alive, counts)
         return counts
+
+    async def add_disk(self, disk: DiskSpace, now_ms: int) -> None:
+        """Takes over a disk that could not be had at the start."""
+        self.catalog.add_slots(Tier.G3, disk.slots)
+        await self._adopt(Tier.G3, disk.headers(), now_ms, lambda owner: False, Tally())
+        self.disk = disk
+
+    async def _adopt(
+        self,
+        tier: Tier,
+        headers: Iterable[SlotHeader | CorruptHeader],
+        now_ms: int,
+        alive: Callable[[int], bool],
+        counts: Tally[Adopted],
+    ) -> None:
+        for slot, header in enumerate(headers):
+            whole = None if isinstance(header, CorruptHeader) else header
+            result = self.catalog.adopt(tier, slot, whole, now_ms, alive)
+            counts[result] += 1
+            if result is Adopted.CORRUPT:
+                self.metrics.corrupt(tier)
+            if slot % ADOPT_AT_ONCE == ADOPT_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        self.apply()
+
+    def forget_slots(self, tier: Tier, slots: Collection[int], now_ms: int) -> None:
+        """What lay in these slots is lost."""
+        for key in list(self.catalog.keys(tier)):
+            ref = self.catalog.slot(tier, key)
+            if ref is not None and ref.index in slots:
+                self.catalog.forget(tier, key, now_ms)
+        self.apply()
 
     def header_of(self, copy: Copy, tier: Tier) -> SlotHeader:
         """The header of a moving block as it is, or shall be, in one of the two tiers."""
@@ -143,13 +170,16 @@ class Space:
 
     async def erase_dropped(self) -> None:
         """Makes sure that disk slots whose blocks were dropped hold nothing after a restart."""
-        if self.disk is not None and self._erasures:
-            slots, self._erasures = sorted(self._erasures), set()
-            await self.disk.erase(slots)
+        async with self._erasing:
+            if self.disk is not None and self._erasures:
+                slots, self._erasures = sorted(self._erasures), set()
+                await self.disk.erase(slots)
 
-    def reused(self, slots: Sequence[int]) -> None:
-        """Disk slots are about to be written: erasing them later would destroy the new block."""
+    async def before_store(self, slots: Sequence[int]) -> None:
+        """Disk slots are about to be written: no erasure of what was there may come after that."""
         self._erasures.difference_update(slots)
+        async with self._erasing:
+            pass  # one that had begun before
 
     def background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs something that outlives its caller, until `close`."""

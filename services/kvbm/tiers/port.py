@@ -69,8 +69,26 @@ class DiskSpace(Protocol):
         """Takes more of the disk if the cap and the free-space floor allow; how many slots came."""
         ...
 
+    def take_lost(self) -> set[int]:
+        """Slots whose blocks were found to be gone since the last call: files were deleted."""
+        ...
+
     async def close(self, *, remove: bool = False) -> None:
         """Closes its files; removes them too when asked."""
+        ...
+
+
+class Stale(Protocol):
+    """A namespace's files, as found in the folder."""
+
+    @property
+    def namespace(self) -> bytes:
+        """Its digest."""
+        ...
+
+    @property
+    def used_s(self) -> float:
+        """Unix time of its last use."""
         ...
 
 
@@ -86,6 +104,14 @@ class DiskTier(Protocol):
 
         Raises OSError when not even one fits.
         """
+        ...
+
+    async def namespaces(self) -> Sequence[Stale]:
+        """Everybody's files in the folder, least recently used first. Raises OSError."""
+        ...
+
+    async def remove(self, namespace: bytes) -> bool:
+        """Removes a namespace's files; False: it is open. Raises OSError."""
         ...
 
     async def probe(self) -> Health:
@@ -126,9 +152,13 @@ class ObjectSpace(Protocol):
 class ObjectTier(Protocol):
     """Remote storage (G4), shared by nodes."""
 
-    backend: str
     place: str
     health: Health
+
+    @property
+    def backend(self) -> str:
+        """What moves bytes at present, and why nothing better does."""
+        ...
 
     async def open(self, namespace: bytes, arena: Arena) -> ObjectSpace:
         """The namespace's blocks; nothing is asked of the store yet."""
