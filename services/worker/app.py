@@ -22,6 +22,7 @@ from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
 from services.common.telemetry.tracing import tracing
 from services.worker.adapters.files import DigestCache
+from services.worker.adapters.kvbm import open_kvbm
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.cardset import CardSet, build_cards
 from services.worker.config import WorkerSettings
@@ -71,8 +72,8 @@ class Worker:
     rpc: RpcServer
     record: Registered
     metrics: WorkerMetrics
-    told: bool = True
-    """What was last said of `serving`."""
+    told: tuple[bool, str] = (True, "")
+    """What was last said of `serving` and of `kvbm`."""
 
     async def run(self, life: Lifecycle, drain_timeout_s: float) -> None:
         """Serves until a stop is asked for, then drains. Raises EngineStopped."""
@@ -106,14 +107,16 @@ class Worker:
             await self._tell()
 
     async def _tell(self) -> None:
-        serving = self.service.serving
-        if serving == self.told:
+        serving, kvbm = self.service.serving, self.service.kvbm
+        told, self.told = self.told, (serving, kvbm)
+        if self.told == told:
             return
-        self.told = serving
-        log.info("serving" if serving else "not serving")
-        self.metrics.serving.set(serving)
-        await self.rpc.set_serving(serving)
-        await self.record.update(replace(self.instance, draining=not serving))
+        if serving != told[0]:
+            log.info("serving" if serving else "not serving")
+            self.metrics.serving.set(serving)
+            await self.rpc.set_serving(serving)
+        self.instance = replace(self.instance, draining=not serving, kvbm=kvbm)
+        await self.record.update(self.instance)
 
 
 @asynccontextmanager
@@ -148,8 +151,14 @@ async def worker(
             )
         )
         if engine is None:
-            engine = await _unless_stopped(life, stack.enter_async_context(open_vllm(settings)))
+            named = settings.model_copy(update={"id": id})
+            engine = await _unless_stopped(life, stack.enter_async_context(open_vllm(named)))
         cards = await _unless_stopped(life, _prepare(engine, settings))
+        tiers = None
+        if settings.kvbm:
+            tiers = await stack.enter_async_context(
+                open_kvbm(settings.kvbm, cards.card.namespace, settings.kvbm_timeout_s, metrics)
+            )
         service = WorkerService(
             engine,
             cards,
@@ -162,6 +171,7 @@ async def worker(
                 watchdog_s=settings.watchdog_s,
                 load_report_interval_s=settings.load_report_interval_s,
             ),
+            tiers,
         )
         stack.callback(service.close)
         servicer.attach(service)

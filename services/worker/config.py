@@ -82,6 +82,10 @@ class WorkerSettings(ServiceSettings):
 
     (The path is part of the block hash.) Empty: forebay-<uid>/adapters in the temporary folder.
     """
+    kvbm: str = ""
+    """The node's kvbm, host:port or unix:/path: loads and saves KV blocks there; empty: none."""
+    kvbm_timeout_s: float = Field(default=0.25, gt=0)
+    """Longest wait for kvbm's answer to a look-up, in seconds; then the request goes on without."""
     max_requests: int = Field(default=2048, ge=1)
     """Most requests waiting and running at once; more are refused with RESOURCE_EXHAUSTED."""
     backlog_tokens: int = Field(default=16384, ge=1)
@@ -90,6 +94,14 @@ class WorkerSettings(ServiceSettings):
     """Seconds without a finished step, while there are requests, until it says NOT_SERVING."""
     load_report_interval_s: float = Field(default=0.03, ge=0)
     """Least time between two load reports, in seconds; the last state is always reported."""
+
+    @field_validator("kvbm")
+    @classmethod
+    def _kvbm(cls, value: str) -> str:
+        host, colon, port = value.rpartition(":")
+        if value and not (value.startswith("unix:/") or (colon and host and port.isdigit())):
+            raise ValueError("must be host:port, or unix:/path")
+        return value
 
     @property
     def name(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from services.common.cards import Instance
 from services.common.events.model import Event
@@ -37,6 +38,32 @@ class Registrar(Protocol):
 
     def registered(self, instance: Instance) -> AbstractAsyncContextManager[Registered]:
         """Keeps a record there while the context lasts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is there of a prompt below the engine's own cache?"""
+
+    keys: Sequence[bytes]
+    """Full hashes of the leading blocks whose load would help."""
+    have: int
+    """Leading blocks that the engine has."""
+    recompute_block_s: float = 0.0
+    """Seconds the engine takes to compute a block; 0: not known."""
+    wait_s: float = 0.0
+    """Seconds that the request will wait anyway."""
+
+
+class Tiers(Protocol):
+    """The tiers below the engine's cache. Loop's thread only."""
+
+    async def look_up(self, question: Question) -> Mapping[str, Any]:
+        """What the engine is to be told with the request. Never raises for a tier's sake."""
+        ...
+
+    def release(self, params: Mapping[str, Any]) -> None:
+        """Takes back what `look_up` promised to a request that never reached the engine."""
         ...
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from opentelemetry.trace import Tracer
 
-from services.common.blocks import HashedAdapter, block_keys
+from services.common.blocks import HashedAdapter, block_hashes, block_key
 from services.common.cards import Holder
 from services.common.errors import (
     DeadlineExceeded,
@@ -32,11 +33,20 @@ from services.worker.cardset import CardSet
 from services.worker.core.blocks import BlockMirror
 from services.worker.core.loads import LoadBook
 from services.worker.core.model import Delta, Failure, FinishReason, Generation
+from services.worker.core.rates import PrefillRate
 from services.worker.core.requests import RequestBook
 from services.worker.core.validation import Limits, adapter_of, check
 from services.worker.core.watchdog import Watchdog
-from services.worker.engines.port import Engine, EngineDead, EngineLoad, EngineRequest, Output, Step
-from services.worker.ports import Publisher, Sink
+from services.worker.engines.port import (
+    Engine,
+    EngineDead,
+    EngineLoad,
+    EngineRequest,
+    Output,
+    Step,
+    TierNews,
+)
+from services.worker.ports import Publisher, Question, Sink, Tiers
 
 HASH_OFF_LOOP_TOKENS = 16_384
 """Longer prompts are hashed in a thread: 2.6 us a block is 1.3 ms of the loop for this many."""
@@ -87,7 +97,9 @@ class WorkerService:
         metrics: WorkerMetrics,
         tracer: Tracer,
         options: Options | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
+        """`tiers` None: there are none below the engine's own cache."""
         self.cards = cards
         self.holder = holder
         self._engine = engine
@@ -95,6 +107,10 @@ class WorkerService:
         self._metrics = metrics
         self._tracer = tracer
         self._options = options or Options()
+        self._tiers = tiers
+        self._rate = PrefillRate()
+        self.kvbm = ""
+        """Id of the kvbm daemon that the engine is attached to; empty: none."""
         card = cards.card
         self._limits = Limits(
             model=card.model,
@@ -121,7 +137,7 @@ class WorkerService:
         self.draining = False
         self.dead: asyncio.Future[EngineDead] = self._loop.create_future()
         self.changed = asyncio.Event()
-        """Set whenever `serving` may have changed."""
+        """Set whenever `serving` or `kvbm` may have changed."""
         for load in self._loads.reports():
             metrics.load(load)
         engine.listen(self._on_step, self._on_death)
@@ -170,8 +186,26 @@ class WorkerService:
         adapter = self.cards.card.adapter(adapter_of(generation, self._limits))
         tokens = (*generation.prompt, *generation.prior_output)
         hashed = HashedAdapter(adapter.name, adapter.path) if adapter else None
-        keys = await self._keys(tokens, hashed, generation.cache_salt)
-        # Hashing may have taken a while: look again.
+        hashes = await self._hashes(tokens, hashed, generation.cache_salt)
+        keys = [block_key(h) for h in hashes]
+        kv = await self._look_up(hashes, keys, len(tokens), generation.dp_rank)
+        try:
+            return self._submit(generation, sink, tokens, keys, kv, received_s)
+        except BaseException:
+            if kv is not None and self._tiers is not None:
+                self._tiers.release(kv)
+            raise
+
+    def _submit(
+        self,
+        generation: Generation,
+        sink: Sink,
+        tokens: Sequence[int],
+        keys: Sequence[BlockKey],
+        kv: Mapping[str, Any] | None,
+        received_s: float,
+    ) -> str:
+        # What came before may have taken a while: look again.
         self.refuse()
         if sink.closed:
             raise Unavailable("the caller left", reason="CALLER_GONE")
@@ -186,9 +220,10 @@ class WorkerService:
                     token_ids=tokens,
                     sampling=generation.sampling,
                     cache_salt=generation.cache_salt,
-                    adapter=adapter.name if adapter else "",
+                    adapter=adapter_of(generation, self._limits),
                     priority=generation.priority,
                     dp_rank=generation.dp_rank,
+                    kv=kv,
                 )
             )
         except EngineDead as exc:
@@ -211,13 +246,32 @@ class WorkerService:
         self._publisher.publish((event,))
         return id
 
-    async def _keys(
+    async def _hashes(
         self, tokens: Sequence[int], adapter: HashedAdapter | None, salt: str
-    ) -> list[BlockKey]:
+    ) -> list[bytes]:
         size = self.cards.card.block_size
         if len(tokens) <= HASH_OFF_LOOP_TOKENS:
-            return block_keys(tokens, size, adapter=adapter, cache_salt=salt)
-        return await asyncio.to_thread(block_keys, tokens, size, adapter=adapter, cache_salt=salt)
+            return block_hashes(tokens, size, adapter=adapter, cache_salt=salt)
+        return await asyncio.to_thread(block_hashes, tokens, size, adapter=adapter, cache_salt=salt)
+
+    async def _look_up(
+        self, hashes: Sequence[bytes], keys: Sequence[BlockKey], tokens: int, rank: int | None
+    ) -> Mapping[str, Any] | None:
+        """What lower tiers have of a prompt; the last token is always computed."""
+        size = self.cards.card.block_size
+        usable = (tokens - 1) // size
+        if self._tiers is None or not usable:
+            return None
+        several = self._engine.profile.dp_size > 1
+        have = 0 if several and rank is None else self._mirror.run(keys[:usable], rank or 0)
+        return await self._tiers.look_up(
+            Question(
+                keys=hashes[:usable],
+                have=have,
+                recompute_block_s=self._rate.seconds(size),
+                wait_s=self._rate.seconds(self._book.pending_prefill_tokens()),
+            )
+        )
 
     def abort(self, id: str, failure: Failure | None = None) -> None:
         """Ends a request early, if it still runs. `failure` goes with its last delta."""
@@ -290,12 +344,17 @@ class WorkerService:
                 log.error("the engine is stuck") if stuck else log.info("the engine goes on")
                 self._metrics.stuck.set(stuck)
                 self.changed.set()
+            if self._tiers is not None and not self._live:
+                # Its connector may have been attached anew meanwhile.
+                self._engine.poke()
             await asyncio.sleep(interval_s)
 
     def _on_step(self, step: Step) -> None:
         self._step = step.number
         if step.seconds:
             self._metrics.steps.observe(step.seconds)
+        if step.tiers is not None:
+            self._on_tiers(step.tiers, step.seconds)
         events: list[Event] = [*self._mirror.apply(step.blocks)]
         for output in step.outputs:
             events.extend(self._on_output(step.number, output))
@@ -303,6 +362,13 @@ class WorkerService:
             self._take_load(load, step.number)
         events.extend(self._due_loads())
         self._publish(events)
+
+    def _on_tiers(self, news: TierNews, seconds: float) -> None:
+        self._rate.observe(news.counts.get("prefill_tokens", 0), seconds)
+        self._metrics.tiers(news)
+        if news.node is not None and news.node != self.kvbm:
+            self.kvbm = news.node
+            self.changed.set()
 
     def _publish(self, events: Sequence[Event]) -> None:
         if events:

@@ -144,6 +144,9 @@ class FakeEngine:
         self._aborts.append(id)
         self._work.set()
 
+    def poke(self) -> None:
+        """Nothing waits beside requests."""
+
     async def reset_cache(self) -> bool:
         if self._dead is not None:
             raise self._dead

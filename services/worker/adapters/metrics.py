@@ -6,8 +6,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.events.model import LoadReport
 from services.worker.core.model import FinishReason
+from services.worker.engines.port import TierNews
 
 _STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_LOOKUP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -46,9 +48,39 @@ class WorkerMetrics:
         self.first_token = histogram(
             "first_token_seconds", "From receipt to first token.", _WAIT_BUCKETS
         )
+        self.kvbm_lookups = counter("kvbm_lookups_total", "Look-ups in kvbm.", ("outcome",))
+        self.kvbm_lookup = histogram(
+            "kvbm_lookup_seconds", "Answers of kvbm to look-ups.", _LOOKUP_BUCKETS
+        )
+        self.kvbm_breaker = gauge("kvbm_breaker_open", "1 while kvbm is not asked any more.")
+        self.kvbm_attached = gauge(
+            "kvbm_attached", "1 while the engine may save into kvbm's arena."
+        )
+        self._kvbm_blocks = counter("kvbm_blocks_total", "Blocks of the connector.", ("event",))
+        self._kvbm_seconds = counter("kvbm_copy_seconds_total", "Seconds copying.", ("direction",))
+        self._kvbm_events = counter("kvbm_events_total", "What else it met.", ("event",))
         # Known words show as 0 from the start.
         for reason in FinishReason:
             self.finished.labels(reason)
+        for outcome in ("hit", "miss", "unknown", "needless", "timeout", "failed", "breaker"):
+            self.kvbm_lookups.labels(outcome)
+        for event in ("saved", "unsaved", "skipped", "loaded", "failed", "bad"):
+            self._kvbm_blocks.labels(event)
+        for direction in ("load", "save"):
+            self._kvbm_seconds.labels(direction)
+
+    def tiers(self, news: TierNews) -> None:
+        """Shows what the connector did."""
+        if news.node is not None:
+            self.kvbm_attached.set(bool(news.node))
+        for name, value in news.counts.items():
+            what, _, unit = name.rpartition("_")
+            if unit == "blocks":
+                self._kvbm_blocks.labels(what).inc(value)
+            elif unit == "seconds":
+                self._kvbm_seconds.labels(what).inc(value)
+            elif name != "prefill_tokens":
+                self._kvbm_events.labels(name).inc(value)
 
     def load(self, report: LoadReport) -> None:
         """Shows a load report."""

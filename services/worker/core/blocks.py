@@ -6,6 +6,7 @@ last. Fed with the engine's own changes in order; says what to publish.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,13 @@ class BlockMirror:
                     self.unknown_drops += 1
         flush()
         return events
+
+    def run(self, keys: Iterable[BlockKey], dp_rank: int = 0) -> int:
+        """How many of `keys` are held, from the first on without a hole."""
+        held = self._copies.get(dp_rank)
+        if not held:
+            return 0
+        return sum(1 for _ in itertools.takewhile(held.__contains__, keys))
 
     def blocks(self) -> tuple[TierBlocks, ...]:
         """All blocks held, for a snapshot."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.common.cards import Adapter, HashVector
 from services.worker.core.blocks import BlockChange
@@ -23,6 +23,8 @@ class EngineRequest:
     adapter: str = ""
     priority: int = 0
     dp_rank: int | None = None
+    kv: Mapping[str, Any] | None = None
+    """What a look-up in lower tiers found, for the engine's connector; None: nobody looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,16 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class TierNews:
+    """What the connector to lower tiers did since the last news."""
+
+    counts: Mapping[str, float]
+    """By event: saved_blocks, loaded_blocks, failed_blocks, load_seconds, ..."""
+    node: str | None = None
+    """Id of the kvbm daemon it is attached to; empty: none; None: as before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One hand-over. `number` counts steps; one between steps (an abort) repeats it, with 0 s."""
 
@@ -64,6 +76,7 @@ class Step:
     outputs: tuple[Output, ...] = ()
     blocks: tuple[BlockChange, ...] = ()
     loads: tuple[EngineLoad, ...] = ()
+    tiers: TierNews | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,10 @@ class Engine(Protocol):
 
     def abort(self, id: str) -> None:
         """Ends a request with the running step; last output ABORT, unless it ended before."""
+        ...
+
+    def poke(self) -> None:
+        """Lets it do what waits beside requests (its connector's news) though it is idle."""
         ...
 
     async def reset_cache(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 import vllm
-from vllm.config import KVEventsConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
@@ -24,10 +24,12 @@ from services.common.cards import Adapter
 from services.common.settings import SettingsError
 from services.common.telemetry.logging import get_logger
 from services.worker.config import WorkerSettings
+from services.worker.connector.geometry import check_config
 from services.worker.errors import EngineStartError
 
 log = get_logger(__name__)
 OURS = ("model", "served_model_name", "prefix_caching_hash_algo", "kv_events_config")
+CONNECTOR = "services.worker.connector"
 """Arguments that the worker sets itself: others rely on their values."""
 
 CPU_DEFAULTS: Mapping[str, Any] = {
@@ -85,12 +87,23 @@ def engine_config(
         "prefix_caching_hash_algo": "sha256_cbor",
         "kv_events_config": events,
     }
+    if settings.kvbm:
+        if "kv_transfer_config" in settings.engine_args:
+            raise SettingsError("engine_args: 'kv_transfer_config' can't be given beside --kvbm")
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="ForebayConnector",
+            kv_connector_module_path=CONNECTOR,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+        )
     if settings.kv_cache_gb is not None:
         arguments.setdefault("kv_cache_memory_bytes", int(settings.kv_cache_gb * (1 << 30)))
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, OSError, NotImplementedError, VLLMClientError) as exc:
         raise EngineStartError(f"vLLM refuses its configuration: {exc}") from exc
+    if settings.kvbm:
+        check_config(config)
     if not config.cache_config.enable_prefix_caching:
         raise SettingsError("engine_args: prefix caching can't be turned off")
     if cpu and config.cache_config.kv_cache_memory_bytes is None:

@@ -39,8 +39,14 @@ from services.worker.engines.port import (
 )
 from services.worker.engines.vllm.arguments import engine_config
 from services.worker.engines.vllm.environment import tame_logging
-from services.worker.engines.vllm.profile import engine_profile
-from services.worker.engines.vllm.translate import Intake, Running, block_changes, output
+from services.worker.engines.vllm.profile import engine_profile, identify
+from services.worker.engines.vllm.translate import (
+    Intake,
+    Running,
+    block_changes,
+    output,
+    tier_news,
+)
 from services.worker.errors import EngineStartError
 
 EMPTY_STEP_PAUSE_S = 0.001
@@ -69,11 +75,16 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
+class _Poke:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Command = _Add | _Abort | _Call | _Stop
+_Command = _Add | _Abort | _Call | _Poke | _Stop
 
 
 class _Events(EventPublisher):  # type: ignore[misc]
@@ -152,6 +163,11 @@ class InprocessEngine:
         """Ends a request when the running step ends."""
         self._commands.put(_Abort(id))
 
+    def poke(self) -> None:
+        """Steps if the connector has something to be stepped for."""
+        if self._dead is None:
+            self._commands.put(_Poke())
+
     async def reset_cache(self) -> bool:
         """Forgets all blocks, unless requests hold some."""
         return bool(await self.call(lambda core: core.reset_prefix_cache()))
@@ -208,6 +224,7 @@ class InprocessEngine:
             KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
             {"distributed_executor_backend": "uni"},
         )
+        identity = identify(config, self._settings)
         renderer = renderer_from_config(config)
         processor = InputProcessor(config, renderer)
         try:
@@ -217,7 +234,7 @@ class InprocessEngine:
         tame_logging(self._settings.engine_log_level)
         core.scheduler.kv_event_publisher = self._events
         self._intake = Intake(processor, core.get_supported_tasks(), adapters)
-        self._profile = engine_profile(config, renderer.get_eos_token_id(), adapters)
+        self._profile = engine_profile(config, renderer.get_eos_token_id(), adapters, identity)
         return core
 
     def _serve(self, core: EngineCore) -> None:
@@ -254,6 +271,7 @@ class InprocessEngine:
                     tuple(outputs),
                     self._take_changes(core),
                     (self._load(core),),
+                    tier_news(mine.scheduler_stats) if mine else None,
                 )
             )
             if not executed:
@@ -292,6 +310,8 @@ class InprocessEngine:
                         calls.append((future, function(core)))
                     except Exception as exc:  # the call's boundary: its caller hears of it
                         self._on_loop(_fail, future, exc)
+                case _Poke():
+                    return True
                 case _Stop():
                     return False
 

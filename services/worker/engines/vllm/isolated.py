@@ -39,8 +39,8 @@ from services.worker.engines.vllm.arguments import engine_config
 from services.worker.engines.vllm.environment import tame_logging
 from services.worker.engines.vllm.kvfeed import KvFeed
 from services.worker.engines.vllm.lifeline import lifeline
-from services.worker.engines.vllm.profile import engine_profile
-from services.worker.engines.vllm.translate import Intake, Running, output
+from services.worker.engines.vllm.profile import engine_profile, identify
+from services.worker.engines.vllm.translate import Intake, Running, output, tier_news
 from services.worker.errors import EngineStartError
 
 RESET_TIMEOUT_S = 30.0
@@ -53,11 +53,13 @@ async def open_isolated(settings: WorkerSettings) -> AsyncIterator[IsolatedEngin
     """Starts the engine's processes. Raises EngineStartError or SettingsError."""
     folder = Path(tempfile.mkdtemp(prefix="forebay-kv-"))
     try:
-        llm, adapters = await asyncio.to_thread(_start, settings, folder)
+        llm, adapters, identity = await asyncio.to_thread(_start, settings, folder)
         try:
             tasks = await llm.get_supported_tasks()
             eos = llm.renderer.get_eos_token_id()
-            profile = await asyncio.to_thread(engine_profile, llm.vllm_config, eos, adapters)
+            profile = await asyncio.to_thread(
+                engine_profile, llm.vllm_config, eos, adapters, identity
+            )
             intake = Intake(llm.input_processor, tasks, adapters)
             engine = IsolatedEngine(llm, profile, intake)
             async with engine.running():
@@ -69,7 +71,7 @@ async def open_isolated(settings: WorkerSettings) -> AsyncIterator[IsolatedEngin
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(settings: WorkerSettings, folder: Path) -> tuple[AsyncLLM, list[Any]]:
+def _start(settings: WorkerSettings, folder: Path) -> tuple[AsyncLLM, list[Any], dict[str, str]]:
     adapters = link_adapters(settings.adapters, settings.adapter_root, DigestCache())
     ranks = int(settings.engine_args.get("data_parallel_size", 1))
     events = KVEventsConfig(
@@ -80,12 +82,13 @@ def _start(settings: WorkerSettings, folder: Path) -> tuple[AsyncLLM, list[Any]]
         replay_endpoint=f"ipc://{folder}/replay" if ranks == 1 else "tcp://*:0",
     )
     config = engine_config(settings, adapters, events, {})
+    identity = identify(config, settings)
     try:
         llm = AsyncLLM(config, Executor.get_class(config), log_stats=True)
     except (ValueError, RuntimeError, OSError) as exc:
         raise EngineStartError(f"vLLM does not start: {exc}") from exc
     tame_logging(settings.engine_log_level)
-    return llm, adapters
+    return llm, adapters, identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,11 @@ class _Add:
 @dataclass(frozen=True, slots=True)
 class _Abort:
     id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Poke:
+    pass
 
 
 def _roots(llm: AsyncLLM) -> list[int]:
@@ -114,7 +122,7 @@ class IsolatedEngine:
         self._since = time.monotonic()
         self._running: dict[str, Running] = {}
         # Bounded by the worker's bound on requests: one add and one abort for each.
-        self._commands: asyncio.Queue[_Add | _Abort] = asyncio.Queue()
+        self._commands: asyncio.Queue[_Add | _Abort | _Poke] = asyncio.Queue()
         self._dead: EngineDead | None = None
         self._clears = 0
         self._cleared = asyncio.Event()
@@ -161,6 +169,11 @@ class IsolatedEngine:
                 Step(self._steps, outputs=(Output(id, finish=FinishReason.ABORT),))
             )
         )
+
+    def poke(self) -> None:
+        """Wakes the engine's process, which steps if its connector has something to do."""
+        if self._dead is None and self._commands.empty():
+            self._commands.put_nowait(_Poke())
 
     async def reset_cache(self) -> bool:
         """Forgets all blocks, unless requests hold some.
@@ -227,6 +240,8 @@ class IsolatedEngine:
             try:
                 if isinstance(command, _Add):
                     await core.add_request_async(command.request)
+                elif isinstance(command, _Poke):
+                    await core.is_sleeping_async()
                 else:
                     await core.abort_requests_async([command.id])
             except Exception as exc:  # the task's boundary: an engine that takes nothing is dead
@@ -271,7 +286,8 @@ class IsolatedEngine:
                     dp_rank=outputs.engine_index,
                 ),
             )
-        return Step(self._steps, seconds, tuple(mine), (), loads)
+        tiers = tier_news(outputs.scheduler_stats)
+        return Step(self._steps, seconds, tuple(mine), (), loads, tiers)
 
     def _take_changes(self, changes: list[BlockChange]) -> None:
         self._on_step(Step(self._steps, blocks=tuple(changes)))

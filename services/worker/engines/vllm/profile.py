@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,24 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from services.common.cards import Adapter, HashVector
+from services.worker.adapters.files import DigestCache, namespace, weights_digest
+from services.worker.config import WorkerSettings
 from services.worker.engines.port import EngineProfile
+from services.worker.errors import EngineStartError
 
 VECTOR_SALT = "forebay"
 
 
 def engine_profile(
-    config: VllmConfig, primary_eos: int | None, adapters: Sequence[Adapter]
+    config: VllmConfig,
+    primary_eos: int | None,
+    adapters: Sequence[Adapter],
+    identity: Mapping[str, str],
 ) -> EngineProfile:
-    """The profile of a started engine: its configuration must hold the number of blocks already."""
+    """The profile of a started engine: its configuration must hold the number of blocks already.
+
+    `identity` is that of the configuration as it was before the start (`identify`).
+    """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     vocab_size = model.get_vocab_size()
     blocks = cache.num_gpu_blocks or 0
@@ -39,7 +49,7 @@ def engine_profile(
         eos_token_ids=_eos(primary_eos, model.try_get_generation_config()),
         max_logprobs=vocab_size if model.max_logprobs == -1 else model.max_logprobs,
         hash_vector=hash_vector(config, vocab_size),
-        identity=identity(config),
+        identity=identity,
         adapters=tuple(adapters),
         dp_size=parallel.data_parallel_size,
     )
@@ -51,17 +61,46 @@ def _eos(primary: int | None, generation_config: dict[str, Any]) -> tuple[int, .
     return tuple(dict.fromkeys(i for i in (primary, *ids) if i is not None))
 
 
-def model_folder(model: str, revision: str | None) -> Path:
-    """The local folder of a model that was loaded: itself, or its snapshot in the hub's cache."""
+def model_folder(model: str, revision: str | None, *, fetch: bool = False) -> Path:
+    """The local folder of a model: itself, or its snapshot in the hub's cache.
+
+    `fetch`: whether it is brought there if need be. Raises EngineStartError when it can't be had.
+    """
     if Path(model).exists():
         return Path(model).resolve()
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=not fetch))
+    except (OSError, ValueError) as exc:
+        raise EngineStartError(f"--model {model}: its files can't be had: {exc}") from exc
+
+
+def identify(config: VllmConfig, settings: WorkerSettings) -> dict[str, str]:
+    """What gives KV bytes their meaning beside the weights, as words; before the engine starts.
+
+    The connector to kvbm, if there is one, is told the namespace that the model's card will have.
+    Raises EngineStartError when the model's files can't be had.
+    """
+    words = identity(config)
+    if (transfer := config.kv_transfer_config) is not None and settings.kvbm:
+        folder = model_folder(config.model_config.model, config.model_config.revision, fetch=True)
+        transfer.kv_connector_extra_config.update(
+            address=settings.kvbm,
+            namespace=namespace(weights_digest(folder, DigestCache()), words).hex(),
+            worker=settings.id,
+            model=settings.name,
+            timeout_s=settings.kvbm_timeout_s,
+        )
+    return words
 
 
 def identity(config: VllmConfig) -> dict[str, str]:
-    """What gives KV bytes their meaning beside the weights, as words."""
+    """What gives KV bytes their meaning beside the weights, as words.
+
+    How vLLM lays blocks out shows when its cache is there: kvbm keeps that with the namespace, and
+    refuses another.
+    """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     words = {
         "engine": "vllm",
@@ -70,7 +109,9 @@ def identity(config: VllmConfig) -> dict[str, str]:
         "kv_dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
         "block_size": str(cache.block_size),
-        "layout": str(getattr(cache, "kv_cache_layout", None)),
+        "layout": f"{cache.kv_cache_layout} {os.environ.get('VLLM_KV_CACHE_LAYOUT', '')}".strip(),
+        "attention": str(config.attention_config.backend),
+        "overrides": str(model.hf_overrides),
         "tp": str(parallel.tensor_parallel_size),
         "pp": str(parallel.pipeline_parallel_size),
         "max_model_len_rope": str(getattr(model.hf_text_config, "rope_parameters", None)),

@@ -20,7 +20,7 @@ from services.common.errors import InvalidRequest
 from services.common.ids import BlockKey
 from services.worker.core.blocks import AllDropped, BlockChange, CopiesAdded, CopiesDropped
 from services.worker.core.model import FinishReason, PositionLogprobs, Sampling
-from services.worker.engines.port import EngineRequest, Output
+from services.worker.engines.port import EngineRequest, Output, TierNews
 
 _FINISH = {
     VllmFinish.STOP: FinishReason.STOP,
@@ -55,11 +55,14 @@ class Intake:
 
     def request(self, request: EngineRequest) -> EngineCoreRequest:
         """vLLM's form of a request. Raises InvalidRequest for what vLLM refuses."""
+        sampling = sampling_params(request.sampling)
+        if request.kv is not None:
+            sampling.extra_args = {"kv_transfer_params": dict(request.kv)}
         try:
             return self._processor.process_inputs(
                 request.id,
                 tokens_input(list(request.token_ids), cache_salt=request.cache_salt or None),
-                sampling_params(request.sampling),
+                sampling,
                 supported_tasks=self._tasks,
                 lora_request=self._lora[request.adapter] if request.adapter else None,
                 priority=request.priority,
@@ -155,6 +158,12 @@ def block_changes(events: Iterable[Any], block_size: int, dp_rank: int) -> list[
         elif isinstance(event, BlockRemoved):
             changes.append(CopiesDropped(_keys(event.block_hashes), dp_rank))
     return changes
+
+
+def tier_news(stats: Any) -> TierNews | None:
+    """What the connector says in vLLM's statistics, if anything."""
+    data = stats.kv_connector_stats if stats is not None else None
+    return TierNews(data.get("counts", {}), data.get("node")) if data else None
 
 
 def _keys(hashes: Iterable[Any]) -> tuple[BlockKey, ...]:
