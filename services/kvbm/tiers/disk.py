@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,8 @@ _SEGMENT_SLOTS = 64
 _MOST_SEGMENTS = 256
 _CRUMB_SLOTS = 16
 _FILES_S = 120.0
+_FULL_S = 5.0
+"""After this long without room, it is looked for again."""
 _LOCK_S = 5.0
 _LOCK_POLL_S = 0.05
 _STALL_S = 2.0
@@ -78,23 +80,20 @@ async def open_disk_tier(
     """
     threads = Threads(4, name="kvbm-disk")
     lock = _FolderLock(folder)
-    mover: FileMover | None = None
-    probe = Probe(folder)
+    pick = partial(open_file_mover, nixl=nixl, direct=direct, gds=gds, folder=folder)
     try:
         await lock.take(threads)
-        mover = await open_file_mover(nixl=nixl, direct=direct, gds=gds, folder=folder)
-        disk = LocalDisk(folder, cap_bytes, free_floor_bytes, mover, threads, probe, lock)
-        if purge:
-            for item in await disk.namespaces():
-                await disk.remove(item.namespace)
+        disk = LocalDisk(
+            folder, cap_bytes, free_floor_bytes, await pick(), threads, lock, pick_mover=pick
+        )
         try:
+            if purge:
+                for item in await disk.namespaces():
+                    await disk.remove(item.namespace)
             yield disk
         finally:
             await disk.close()
     finally:
-        probe.close()
-        if mover is not None:
-            await mover.close()
         threads.close()
         lock.release()
 
@@ -109,8 +108,9 @@ class LocalDisk:
         floor_bytes: int,
         mover: FileMover,
         threads: Threads,
-        probe: Probe,
         lock: _FolderLock,
+        *,
+        pick_mover: Callable[[], Awaitable[FileMover]],
     ) -> None:
         self.backend = mover.name
         """What moves the bytes, and what the file system refuses."""
@@ -122,9 +122,11 @@ class LocalDisk:
         self._folder = folder
         self._cap = cap_bytes
         self._floor = floor_bytes
-        self._probe = probe
+        self._probe = Probe(folder)
         self._lock = lock
+        self._pick_mover = pick_mover
         self._spaces: dict[bytes, LocalSpace] = {}
+        self._full_until = 0.0
         self._gate = asyncio.Lock()
         """Who makes or removes files does so alone."""
 
@@ -177,8 +179,7 @@ class LocalDisk:
         async with self._gate:
             try:
                 await self._lock.take(self.threads, within_s=0)
-                if problem := await self._probe.check(self.mover):
-                    raise OSError(f"the disk still fails: {problem}")
+                await self._check_mover()
                 for space in self._spaces.values():
                     await space.restore()
                     await space.pay()
@@ -194,6 +195,8 @@ class LocalDisk:
         """See DiskTier."""
         for space in list(self._spaces.values()):
             await space.close()
+        self._probe.close()
+        await self.mover.close()
 
     # ---- what spaces need
 
@@ -227,9 +230,12 @@ class LocalDisk:
     async def enlarge(self, space: LocalSpace) -> int:
         """Adds a segment to an open namespace; the slots it has."""
         async with self._gate:
-            if not self.health.ok:
+            if not self.health.ok or time.monotonic() < self._full_until:
                 return 0
-            return await self._add_segment(space.files, space.geometry)
+            count = await self._add_segment(space.files, space.geometry)
+            if not count:
+                self._full_until = time.monotonic() + _FULL_S
+            return count
 
     async def closed(self, space: LocalSpace, remove: bool) -> None:
         """An open namespace is open no more."""
@@ -292,6 +298,19 @@ class LocalDisk:
                 log.info("blocks of a namespace without users removed", bytes=item.bytes)
                 return True
         return False
+
+    async def _check_mover(self) -> None:
+        """Tries the mover, and another one when this can't any more. Raises OSError."""
+        problem = await self._probe.check(self.mover)
+        if problem and not self.mover.stuck:
+            # Not while something hangs: each new one would hang as well, and keep its threads.
+            mover, self.mover = self.mover, await self._pick_mover()
+            for space in self._spaces.values():
+                await self.mover.register(_payloads(space.arena))
+            self.backend = self.mover.name
+            await mover.close()
+        elif problem:
+            raise OSError(f"the disk still fails: {problem}")
 
     async def _files(self, call: Callable[[], T]) -> T:
         return await self.threads.call(call, _FILES_S)

@@ -198,6 +198,8 @@ class LocalSpace:
         if self._tasks:
             # Their descriptors must not come to mean another file.
             log.warning("I/O hangs; its files stay open", folder=str(self.files.path))
+            for task in self._tasks:
+                task.cancel()
         else:
             for segment in self.files.segments:
                 await self._disk.mover.forget_file(segment.data)
