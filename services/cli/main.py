@@ -324,6 +324,38 @@ def demo_routing(
     run_demo(_model(model), requests=requests, as_json=as_json, output=output, console=stdout())
 
 
+@demo_app.command("offload")
+def demo_offload(
+    users: Annotated[int, typer.Option(min=2, max=12, help="People with a document each.")] = 6,
+    visits: Annotated[int, typer.Option(min=2, help="How often each of them comes.")] = 4,
+    qps: Annotated[float, typer.Option(min=0.01, help="Visits a second.")] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
+    output: Annotated[
+        Path, typer.Option("--output", "--png", help="File for the picture (PNG).")
+    ] = Path("forebay-offload.png"),
+    model: Annotated[
+        str, typer.Option(help=f"'{SMALL_MODEL}', a model folder, or a hub id.")
+    ] = SMALL_MODEL,
+) -> None:
+    """Long returning inputs, more than the engine can keep: with kvbm's tiers, and without.
+
+    In float32, on one real worker. Exits with 1 if an answer differs.
+    """
+    from services.cli.demo.offload import run_demo
+
+    result = run_demo(
+        _model(model),
+        users=users,
+        visits_each=visits,
+        qps=qps,
+        as_json=as_json,
+        output=output,
+        console=stdout(),
+    )
+    if not result.tokens_equal:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Runs the command line; errors end it with a line and an exit code, never a traceback."""
     try:

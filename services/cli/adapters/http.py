@@ -4,10 +4,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.cli.errors import RequestFailed
 from services.cli.up.spec import Probe, Ready
@@ -32,6 +33,8 @@ class ChatAnswer:
     """As the router expected before."""
     ttft_s: float
     """From sending to the first text, in seconds; for a plain request to the whole answer."""
+    tokens: tuple[str, ...] = ()
+    """Tokens of a streamed answer, when `logprobs` was asked for."""
 
 
 def _client(timeout_s: float) -> httpx.AsyncClient:
@@ -46,6 +49,20 @@ async def is_ok(url: str, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
             return (await client.get(url)).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+async def metrics(address: str, timeout_s: float = _HEALTH_TIMEOUT_S) -> dict[str, float]:
+    """The process's Prometheus samples by name, summed over labels. Raises RequestFailed."""
+    try:
+        async with _client(timeout_s) as client:
+            text = (await client.get(f"http://{address}/metrics")).raise_for_status().text
+    except httpx.HTTPError as exc:
+        raise RequestFailed(f"no metrics from {address}: {_words(exc)}") from exc
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
 
 
 def etcd_probe(address: str) -> Probe:
@@ -95,6 +112,7 @@ class ChatClient:
         started, first = time.perf_counter(), 0.0
         usage: dict[str, Any] = {}
         pieces: list[str] = []
+        tokens: list[str] = []
         try:
             async with self._client.stream(
                 "POST", self._url, json=body, headers=self._headers
@@ -109,12 +127,15 @@ class ChatClient:
                         if piece := choice.get("delta", {}).get("content"):
                             first = first or time.perf_counter()
                             pieces.append(piece)
+                        told = (choice.get("logprobs") or {}).get("content") or ()
+                        tokens += [position["token"] for position in told]
                 headers = response.headers
         except httpx.HTTPError as exc:
             raise RequestFailed(f"no answer from {self._url}: {_words(exc)}") from exc
         if not pieces:
             raise RequestFailed("the stream ended without any text")
-        return _answer("".join(pieces), usage, headers, first - started)
+        answer = _answer("".join(pieces), usage, headers, first - started)
+        return replace(answer, tokens=tuple(tokens))
 
 
 @asynccontextmanager
