@@ -6,6 +6,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -36,6 +37,7 @@ _FULL_S = 5.0
 """After this long without room, it is looked for again."""
 _LOCK_S = 5.0
 _LOCK_POLL_S = 0.05
+_LOCK_CALL_S = 5.0
 _STALL_S = 2.0
 _CRAWL_BYTES_S = 10 << 20
 _OURS = ("corrupt", "refused")
@@ -141,15 +143,14 @@ class LocalDisk:
             if namespace in self._spaces:
                 raise OSError(errno.EBUSY, "the namespace is open already", self.place)
             files = await self._adopt(namespace, arena.geometry)
-            while not files.slots and not await self._add_segment(files, arena.geometry):
-                if not await self._remove_oldest(namespace):
-                    await self._files(files.close)
-                    raise OSError(
-                        errno.ENOSPC,
-                        f"no room for a block: the cap is {self._cap / 2**30:.2f} GiB, and "
-                        f"{self._floor / 2**30:.2f} GiB must stay free",
-                        self.place,
-                    )
+            if not files.slots and not await self._add_segment(files, arena.geometry):
+                await self._files(files.close)
+                raise OSError(
+                    errno.ENOSPC,
+                    f"no room for a block: the cap is {self._cap / 2**30:.2f} GiB, and "
+                    f"{self._floor / 2**30:.2f} GiB must stay free",
+                    self.place,
+                )
             found = await self._files(files.read_headers)
             space = LocalSpace(self, files, namespace, arena, found)
             self._spaces[namespace] = space
@@ -178,7 +179,7 @@ class LocalDisk:
         """See DiskTier. Makes anew what was deleted; those blocks are lost (`take_lost`)."""
         async with self._gate:
             try:
-                await self._lock.take(self.threads, within_s=0)
+                await self._lock.take(self.threads, wait=False)
                 await self._check_mover()
                 for space in self._spaces.values():
                     await space.restore()
@@ -266,22 +267,24 @@ class LocalDisk:
         return max(used - self._cap, self._floor - _free_bytes(self._folder))
 
     async def _add_segment(self, files: SpaceFiles, geometry: Geometry) -> int:
-        """Adds as many slots as cap and disk allow, one segment at most; how many."""
+        """Adds as many slots as cap and disk allow, one segment at most; how many.
 
-        def add() -> int:
-            used = sum(item.bytes for item in namespaces(self._folder))
-            room = min(self._cap - used, _free_bytes(self._folder) - self._floor) - PAGE
-            each = geometry.stride + HEADER_BYTES
-            size = max(_SEGMENT_BYTES, self._cap // _MOST_SEGMENTS)
-            count = min(max(size // each, _SEGMENT_SLOTS), room // each)
-            if count < (_CRUMB_SLOTS if files.slots else 1):
-                return 0
-            files.add(count)
-            return count
-
+        Namespaces without users make room first.
+        """
+        each = geometry.stride + HEADER_BYTES
+        size = max(_SEGMENT_BYTES, self._cap // _MOST_SEGMENTS)
+        whole = max(size // each, _SEGMENT_SLOTS)
+        count = 0
+        while count < whole:
+            room = -await self._files(self._excess) - PAGE
+            count = min(whole, room // each)
+            if count < whole and not await self._remove_oldest(files.namespace):
+                break
+        if count < (_CRUMB_SLOTS if files.slots else 1):
+            return 0
         before = files.zero_filled
         try:
-            count = await self._files(add)
+            await self._files(partial(files.add, count))
         except OSError as exc:
             if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -330,15 +333,15 @@ class _FolderLock:
         self._path = folder / "lock"
         self._fd: int | None = None
 
-    async def take(self, threads: Threads, *, within_s: float = _LOCK_S) -> None:
+    async def take(self, threads: Threads, *, wait: bool = True) -> None:
         """Makes folder and lock, unless this holds it already. Raises OSError.
 
         Waits a little: whoever was killed a moment ago may still be ending.
         """
-        end = time.monotonic() + within_s
+        end = time.monotonic() + (_LOCK_S if wait else 0.0)
         while True:
             try:
-                await threads.call(self._take, _LOCK_S)
+                await threads.call(self._take, _LOCK_CALL_S)
                 return
             except BlockingIOError:
                 if time.monotonic() >= end:
@@ -372,6 +375,9 @@ class _FolderLock:
 
 def _free_bytes(folder: Path) -> int:
     found = os.statvfs(folder)
+    if not found.f_blocks:
+        # A file system without a size of its own: the cap alone bounds it.
+        return sys.maxsize
     return found.f_bavail * found.f_frsize
 
 

@@ -49,8 +49,11 @@ class Segment:
 class SpaceFiles:
     """The open files of one namespace."""
 
-    def __init__(self, path: Path, geometry: Geometry, direct: bool, head: bytes) -> None:
+    def __init__(
+        self, path: Path, namespace: bytes, geometry: Geometry, direct: bool, head: bytes
+    ) -> None:
         self.path = path
+        self.namespace = namespace
         self.segments: list[Segment] = []
         self.zero_filled = 0
         """Bytes written only because the file system can't allocate without."""
@@ -72,7 +75,7 @@ class SpaceFiles:
         Raises OSError.
         """
         head = {"version": _VERSION, "namespace": namespace.hex(), "geometry": asdict(geometry)}
-        files = cls(path, geometry, direct, json.dumps(head).encode())
+        files = cls(path, namespace, geometry, direct, json.dumps(head).encode())
         if path.exists() and _read_head(path) != head:
             shutil.rmtree(path)
         files._make_folder()
