@@ -260,7 +260,7 @@ class WorkerService:
         """What lower tiers have of a prompt; the last token is always computed."""
         size = self.cards.card.block_size
         usable = (tokens - 1) // size
-        if self._tiers is None or not usable:
+        if self._tiers is None:
             return None
         several = self._engine.profile.dp_size > 1
         have = 0 if several and rank is None else self._mirror.run(keys[:usable], rank or 0)

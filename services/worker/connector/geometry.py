@@ -46,6 +46,8 @@ def check_cache(cache: Any) -> None:
         kinds = ", ".join(sorted({type(g.kv_cache_spec).__name__ for g in groups})) or "none"
         _refuse(f"a KV cache of {len(groups)} groups ({kinds})")
     spec = groups[0].kv_cache_spec
+    if cache.hash_block_size not in (None, spec.block_size):
+        _refuse(f"hashes of {cache.hash_block_size} tokens for blocks of {spec.block_size}")
     if type(spec) is not FullAttentionSpec:
         _refuse(f"a KV cache of the kind {type(spec).__name__}")
     if spec.sliding_window or spec.attention_chunk_size:

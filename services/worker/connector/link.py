@@ -24,9 +24,9 @@ from services.common.arena import Geometry
 from services.common.rpc.channel import CHANNEL_OPTIONS
 from services.common.rpc.errors import translate
 from services.common.telemetry.logging import get_logger
+from services.worker.connector.instructions import Ask, Await, Ended, Fill, Instructions
 from services.worker.connector.lookup import leased_blocks, lookup_request, terms_of
 from services.worker.connector.model import Attachment, LeasedBlock, Slot
-from services.worker.connector.plan import Ask, Await, Ended, Fill, Instructions
 from services.worker.connector.slots import SlotPool
 from services.worker.connector.terms import Terms
 

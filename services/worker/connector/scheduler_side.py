@@ -13,7 +13,8 @@ from typing import Any
 from services.common.telemetry.logging import get_logger
 from services.worker.connector.link import Attached, Committed, Found, Gone, Link, Promoted
 from services.worker.connector.model import Attachment, LoadOrder, Orders, Report, SaveOrder
-from services.worker.connector.plan import Pick, Plan
+from services.worker.connector.plan import Plan
+from services.worker.connector.saves import Pick
 from services.worker.connector.terms import from_params
 
 MAX_PINNED_BLOCKS = 64
@@ -55,14 +56,16 @@ class SchedulerSide:
         return bool(self.plan.jobs or self._attach is not None or self._mapping)
 
     def arrive(self, request: Any) -> None:
-        """A request is new."""
-        self._requests[request.request_id] = request
+        """A request is new. One without terms is not the shell's: it is left alone."""
         try:
             terms = from_params(request.kv_transfer_params)
         except (KeyError, TypeError, ValueError) as exc:
             log.warning("a request's terms make no sense", error=repr(exc))
-            terms = None
-        self.plan.arrive(request.request_id, terms)
+            return
+        if terms is not None:
+            self._requests[request.request_id] = request
+            self.plan.arrive(request.request_id, terms)
+            self._tell()
 
     def match(self, request: Any, local_tokens: int) -> int | None:
         """Tokens that can be loaded beyond the engine's own; None: ask again."""
@@ -71,6 +74,8 @@ class SchedulerSide:
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return 0
         self._hear()
+        if request.request_id not in self._requests:
+            return 0
         blocks = self.plan.match(
             request.request_id,
             request.block_hashes,
@@ -78,6 +83,7 @@ class SchedulerSide:
             local_tokens // self._block_size,
             time.monotonic(),
         )
+        self._tell()
         return None if blocks is None else blocks * self._block_size
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
@@ -161,7 +167,7 @@ class SchedulerSide:
                 self._link.ready(owner)
         for id, result in report.loaded.items():
             order = self._loading.pop(id)
-            self.plan.loaded(id, result, len(order.blocks), now_s)
+            self.plan.loaded(order, result, now_s)
             if result.good < len(order.blocks):
                 self._correct(id, len(order.blocks) - result.good)
         for job, saved in report.saved.items():
@@ -198,16 +204,18 @@ class SchedulerSide:
             match news:
                 case Attached(attachment, node):
                     self._attach, self._mapping = attachment, attachment.owner
-                    self.node, self.plan.reachable = node, True
+                    self.node = node
+                    self.plan.reach(True)
                 case Gone():
                     self._attach, self._mapping = None, 0
-                    self.node, self.plan.reachable = "", False
+                    self.node = ""
+                    self.plan.reach(False)
                 case Committed(results):
                     self.plan.committed(results, time.monotonic())
                 case Promoted(id, lease, ready, promoting):
                     self.plan.promoted(id, lease, ready, promoting)
                 case Found(id, terms):
-                    self.plan.found(id, terms, time.monotonic())
+                    self.plan.found(id, terms)
 
     def stop(self) -> None:
         """Ends the link."""

@@ -51,6 +51,8 @@ from services.worker.errors import EngineStartError
 
 EMPTY_STEP_PAUSE_S = 0.001
 """After a step that had nothing to run, others (a load in the background) get the processor."""
+RESET_TRIALS, RESET_PAUSE_S = 100, 0.01
+"""How often, and how far apart, a reset waits for saves that hold blocks."""
 STOP_TIMEOUT_S = 30.0
 log = get_logger(__name__)
 
@@ -170,7 +172,12 @@ class InprocessEngine:
 
     async def reset_cache(self) -> bool:
         """Forgets all blocks, unless requests hold some."""
-        return bool(await self.call(lambda core: core.reset_prefix_cache()))
+        for _ in range(RESET_TRIALS):
+            done = await self.call(_reset)
+            if done is not None:
+                return bool(done)
+            await asyncio.sleep(RESET_PAUSE_S)
+        return False
 
     async def call(self, function: Callable[[EngineCore], Any]) -> Any:
         """Runs `function` on the engine's thread between two steps. Raises EngineDead."""
@@ -375,6 +382,13 @@ class InprocessEngine:
                 return
             if isinstance(command, _Call) and not command.future.done():
                 command.future.set_exception(dead)
+
+
+def _reset(core: EngineCore) -> bool | None:
+    """Whether all blocks are forgotten; None: only saves hold some, and not for long."""
+    if core.reset_prefix_cache():
+        return True
+    return None if not core.scheduler.requests and core.scheduler.has_requests() else False
 
 
 def _fail(future: asyncio.Future[Any], exc: Exception) -> None:

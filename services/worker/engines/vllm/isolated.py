@@ -44,6 +44,8 @@ from services.worker.engines.vllm.translate import Intake, Running, output, tier
 from services.worker.errors import EngineStartError
 
 RESET_TIMEOUT_S = 30.0
+RESET_TRIALS, RESET_PAUSE_S = 20, 0.05
+"""How often, and how far apart, a reset is tried."""
 STOP_TIMEOUT_S = 10.0
 log = get_logger(__name__)
 
@@ -182,7 +184,14 @@ class IsolatedEngine:
         """
         if self._dead is not None:
             raise self._dead
-        if self._running or not await self._llm.reset_prefix_cache():
+        for _ in range(RESET_TRIALS):
+            if self._running:
+                return False
+            if await self._llm.reset_prefix_cache():
+                break
+            # Saves may hold blocks for a moment.
+            await asyncio.sleep(RESET_PAUSE_S)
+        else:
             return False
         wanted = self._clears + self._profile.dp_size
         for rank in range(self._profile.dp_size):
