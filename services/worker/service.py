@@ -188,7 +188,7 @@ class WorkerService:
         hashed = HashedAdapter(adapter.name, adapter.path) if adapter else None
         hashes = await self._hashes(tokens, hashed, generation.cache_salt)
         keys = [block_key(h) for h in hashes]
-        kv = await self._look_up(hashes, keys, len(tokens), generation.dp_rank)
+        kv = await self._look_up(hashes, keys, len(tokens), generation)
         try:
             return self._submit(generation, sink, tokens, keys, kv, received_s)
         except BaseException:
@@ -255,13 +255,14 @@ class WorkerService:
         return await asyncio.to_thread(block_hashes, tokens, size, adapter=adapter, cache_salt=salt)
 
     async def _look_up(
-        self, hashes: Sequence[bytes], keys: Sequence[BlockKey], tokens: int, rank: int | None
+        self, hashes: Sequence[bytes], keys: Sequence[BlockKey], tokens: int, of: Generation
     ) -> Mapping[str, Any] | None:
         """What lower tiers have of a prompt; the last token is always computed."""
-        size = self.cards.card.block_size
-        usable = (tokens - 1) // size
         if self._tiers is None:
             return None
+        size, rank = self.cards.card.block_size, of.dp_rank
+        # For log probabilities of its prompt an engine computes all of it.
+        usable = (tokens - 1) // size if of.sampling.prompt_logprobs is None else 0
         several = self._engine.profile.dp_size > 1
         have = 0 if several and rank is None else self._mirror.run(keys[:usable], rank or 0)
         return await self._tiers.look_up(
