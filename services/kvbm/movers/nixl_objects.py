@@ -106,13 +106,13 @@ class NixlCourier:
         if self._socket is None:
             raise NixlFailed("the helper has ended")
         self._next += 1
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._asked[self._next] = answer
-        self._send({"id": self._next, **request}, fds)
+        id, answer = self._next, asyncio.get_running_loop().create_future()
+        self._asked[id] = answer
+        self._send({"id": id, **request}, fds)
         try:
             error = await answer
         finally:
-            self._asked.pop(self._next, None)
+            del self._asked[id]
         if error:
             raise NixlFailed(error)
 

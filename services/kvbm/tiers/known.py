@@ -27,9 +27,11 @@ class Known:
             return None
         return answer[0]
 
-    def learn(self, last: bytes, there: bool) -> None:
-        """The store has, or hasn't, this run now."""
+    def learn(self, last: bytes, there: bool | None) -> None:
+        """The store has, or hasn't, this run now; None: nobody knows any more."""
         self._answers.pop(last, None)
+        if there is None:
+            return
         self._answers[last] = (there, self._clock() + (THERE_S if there else ABSENT_S))
         if len(self._answers) > self._entries:
             self._answers.popitem(last=False)

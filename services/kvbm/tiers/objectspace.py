@@ -206,7 +206,8 @@ class RemoteSpace:
         moved = await self._objects.put([ObjectPiece(parts, name)], _left(deadline))
         self._give_back(head, moved.fence)
         error = moved.errors[0]
-        self._known.learn(last, error is None)
+        # After a failure it may be there or not.
+        self._known.learn(last, True if error is None else None)
         if error is not None:
             self._blame(error)
             return error
@@ -292,7 +293,8 @@ class RemoteSpace:
     async def _learn_from(self, errors: Sequence[str | None], last: bytes) -> None:
         """Draws the consequences of a load, so that the same is not tried again for nothing."""
         why = next((error for error in errors if error is not None), None)
-        self._known.learn(last, why is None)
+        answered = why is None or why.startswith((CORRUPT, "short", MISSING))
+        self._known.learn(last, why is None if answered else None)
         if why is None:
             self._used(self._name(last))
         elif why.startswith((CORRUPT, "short")):
