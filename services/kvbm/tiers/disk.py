@@ -32,7 +32,9 @@ _SEGMENT_BYTES = 1 << 30
 _SEGMENT_SLOTS = 64
 _MOST_SEGMENTS = 256
 _CRUMB_SLOTS = 16
-_FILES_S = 120.0
+_FILES_S = 20.0
+_FILL_S = 300.0
+"""A segment may have to be filled with zeros."""
 _FULL_S = 5.0
 """After this long without room, it is looked for again."""
 _LOCK_S = 5.0
@@ -284,7 +286,7 @@ class LocalDisk:
             return 0
         before = files.zero_filled
         try:
-            await self._files(partial(files.add, count))
+            await self.threads.call(partial(files.add, count), _FILL_S)
         except OSError as exc:
             if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

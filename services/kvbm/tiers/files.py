@@ -231,7 +231,8 @@ def same_file(path: Path, fd: int) -> bool:
 
 def check_linked(segment: Segment) -> None:
     """Raises OSError when a later start would not find what is stored here: files were deleted."""
-    if not same_file(segment.path, segment.headers):
+    data = segment.path.with_suffix(".data")
+    if not (same_file(segment.path, segment.headers) and same_file(data, segment.data)):
         raise FileNotFoundError(errno.ENOENT, "its files were deleted", str(segment.path))
 
 

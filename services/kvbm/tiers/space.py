@@ -233,6 +233,10 @@ class LocalSpace:
         found, _ = await asyncio.gather(
             self._read_headers(batch, indices), self._move(batch, self._disk.mover.read)
         )
+        for index in indices:
+            if (error := batch.errors[index]) and error.startswith("short"):
+                # The file ends before the block does: this copy is bad for good.
+                batch.errors[index] = f"corrupt: {error}"
         for index, header in found.items():
             batch.fail(index, _difference(batch.transfers[index].header, header))
         await self._verify(batch)
