@@ -18,8 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Candidates and scores are made for each worker in each decision, and treated as values. Freezing
+# them would cost as much as the rest of a decision.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Candidate:
     """What is known of one worker for one request. Tokens throughout; rates in tokens a second."""
 
@@ -52,7 +55,7 @@ class Candidate:
         return self.prompt_tokens - self.g1_tokens - self.lower_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Score:
     """A score and its parts, in seconds."""
 

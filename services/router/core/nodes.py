@@ -7,6 +7,7 @@ anew has none. Its workers are never touched by that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.common.events.model import (
@@ -18,9 +19,10 @@ from services.common.events.model import (
     Tier,
     TierRate,
 )
+from services.common.ids import BlockKey
 from services.router.core.answers import NodeSnapshot, Outcome, TierView
 from services.router.core.lives import Life, Liveness, Status, Word
-from services.router.core.tiers import LOWER_TIERS, Holding, Reach
+from services.router.core.tiers import ALL_TIERS, LOWER_TIERS, Holding, Reach, TierSpace
 
 TierEvent = BlocksStored | BlocksRemoved | BlocksCleared | TierRate
 _NAMESPACE_BYTES = 32
@@ -46,8 +48,8 @@ class _Node(Life):
     holdings: dict[bytes, Holding] = field(default_factory=dict)
 
     @property
-    def blocks(self) -> int:
-        return sum(map(len, self.holdings.values()))
+    def entries(self) -> int:
+        return sum(len(holding.keys) for holding in self.holdings.values())
 
 
 class NodeTable:
@@ -60,9 +62,10 @@ class NodeTable:
         self._liveness = liveness
         self._most_blocks = most_blocks
         self._nodes: dict[str, _Node] = {}
-        # By storage and namespace: whose G4 is everybody's.
-        self._remotes: dict[tuple[str, bytes], list[Holding]] = {}
-        self._retired: list[dict[int, int]] = []
+        self._spaces: dict[bytes, TierSpace] = {}
+        # By storage and namespace: bits of all daemons whose G4 is everybody's.
+        self._remotes: dict[tuple[str, bytes], int] = {}
+        self._retired: list[tuple[bytes, Holding]] = []
         self.refused_blocks = 0
         """Entries refused so far because their daemon had as many as it may."""
         self.events = 0
@@ -93,7 +96,7 @@ class NodeTable:
         node.info = info
         if word is Word.NEXT:
             node.begin(info.incarnation, now)
-            self._forget_blocks(node)
+            self._forget_holdings(node, list(node.holdings))
         if moved:
             self._join_remotes()
         return True
@@ -117,9 +120,17 @@ class NodeTable:
             return False
         node.answered(snapshot.sequence)
         self.unknown_events += snapshot.unknown_parts
-        self._forget_blocks(node)
+        parts: dict[tuple[bytes, Tier], set[BlockKey]] = {
+            (namespace, tier): set() for namespace in node.holdings for tier in LOWER_TIERS
+        }
         for part in snapshot.blocks:
-            self._apply(node, BlocksStored(part.tier, part.keys, namespace=part.namespace))
+            parts.setdefault((part.namespace, part.tier), set()).update(part.keys)
+        # What went makes room for what came, and most is as it was.
+        for (namespace, tier), keys in parts.items():
+            if (holding := node.holdings.get(namespace)) is not None:
+                holding.remove(tier, holding.keys_in(tier) - keys)
+        for (namespace, tier), keys in parts.items():
+            self._apply(node, BlocksStored(tier, tuple(keys), namespace=namespace))
         for rate in snapshot.rates:
             self._apply(node, rate)
         return True
@@ -148,19 +159,20 @@ class NodeTable:
         """Lets time pass: forgets daemons that are gone; returns their ids."""
         gone = [n for n in self._nodes.values() if n.gone(n.info.draining, self._liveness, now)]
         for node in gone:
-            self._forget_blocks(node)
+            self._forget_holdings(node, list(node.holdings))
             del self._nodes[node.info.id]
         return [node.info.id for node in gone]
 
     def sweep(self, limit: int) -> bool:
         """Frees up to `limit` entries of what was forgotten; True while some are left."""
         while self._retired and limit > 0:
-            blocks = self._retired[-1]
-            for _ in range(min(limit, len(blocks))):
-                blocks.popitem()
-            limit -= 1 + min(limit, len(blocks))
-            if not blocks:
+            namespace, holding = self._retired[-1]
+            limit -= 1 + holding.forget(limit)
+            if not holding.keys:
                 self._retired.pop()
+                holding.space.give_back(holding.shift)
+                if holding.space.unused:
+                    self._spaces.pop(namespace, None)
         return bool(self._retired)
 
     # Questions.
@@ -170,11 +182,14 @@ class NodeTable:
         node = self._nodes.get(node_id)
         if node is None or self._status(node, now) is not Status.READY:
             return None
-        remote = self._remotes.get((node.info.remote, namespace), ())
+        remote = self._remotes.get((node.info.remote, namespace), 0)
         holding = node.holdings.get(namespace)
-        if holding is None:
-            return Reach(_NOTHING, remote) if remote else None
-        return Reach(holding, remote)
+        if holding is not None:
+            return Reach(holding.space, holding.shift, remote, holding.rates)
+        if remote:
+            space = self._spaces[namespace]
+            return Reach(space, space.beyond, remote, {})
+        return None
 
     def address(self, node_id: str) -> str:
         """gRPC address of a daemon; empty if it is not known."""
@@ -188,9 +203,9 @@ class NodeTable:
         ]
 
     @property
-    def blocks(self) -> int:
-        """Entries: blocks times daemons that hold them in any tier."""
-        return sum(node.blocks for node in self._nodes.values())
+    def entries(self) -> int:
+        """Blocks times daemons that hold them in any tier."""
+        return sum(node.entries for node in self._nodes.values())
 
     @property
     def capacity(self) -> int:
@@ -199,20 +214,28 @@ class NodeTable:
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a bound is broken or a sum differs from what it sums up."""
-        remotes: dict[tuple[str, bytes], list[Holding]] = {}
+        remotes: dict[tuple[str, bytes], int] = {}
+        places: list[tuple[int, int]] = [(id(h.space), h.shift) for _, h in self._retired]
         for node_id, node in self._nodes.items():
             assert node.info.id == node_id
             assert node.incarnation not in node.old_lives
-            assert node.blocks <= self._most_blocks
+            assert node.entries <= self._most_blocks
             assert len(node.holdings) <= _MOST_NAMESPACES
             for namespace, holding in node.holdings.items():
                 assert len(namespace) == _NAMESPACE_BYTES
                 holding.check_invariants()
+                assert holding.space is self._spaces[namespace]
+                places.append((id(holding.space), holding.shift))
                 if node.info.remote:
-                    remotes.setdefault((node.info.remote, namespace), []).append(holding)
-        assert {k: set(map(id, v)) for k, v in remotes.items()} == {
-            k: set(map(id, v)) for k, v in self._remotes.items()
-        }
+                    where = node.info.remote, namespace
+                    remotes[where] = remotes.get(where, 0) | holding.g4_flag
+        assert remotes == self._remotes
+        assert len(places) == len(set(places)), "two share a place"
+        for space in self._spaces.values():
+            assert not space.unused
+            mine = {shift for where, shift in places if where == id(space)}
+            bits = sum(ALL_TIERS << shift for shift in mine)
+            assert all(mask > 0 and not mask & ~bits for mask in space.masks.values())
 
     # Inside.
 
@@ -227,7 +250,7 @@ class NodeTable:
             case Word.FORMER:
                 return None
             case Word.NEXT:
-                self._forget_blocks(node)
+                self._forget_holdings(node, list(node.holdings))
         return node
 
     def _apply(self, node: _Node, event: TierEvent) -> None:
@@ -238,12 +261,12 @@ class NodeTable:
         self.events += 1
         match event:
             case BlocksStored(tier=tier, keys=keys):
-                room = self._most_blocks - node.blocks
+                room = self._most_blocks - node.entries
                 self.refused_blocks += holding.store(tier, keys, room)
             case BlocksRemoved(tier=tier, keys=keys):
                 holding.remove(tier, keys)
             case BlocksCleared(tier=tier):
-                self._retire(holding.clear(tier))
+                holding.clear(tier)
             case TierRate(tier=tier):
                 holding.rates[tier] = event
 
@@ -253,32 +276,27 @@ class NodeTable:
             return None
         if namespace not in node.holdings:
             if len(node.holdings) >= _MOST_NAMESPACES:
-                node.holdings = {n: h for n, h in node.holdings.items() if h.blocks}
-                self._join_remotes()
+                self._forget_holdings(node, [n for n, h in node.holdings.items() if not h.keys])
             if len(node.holdings) >= _MOST_NAMESPACES:
                 return None
-            node.holdings[namespace] = holding = Holding()
-            if node.info.remote:
-                self._remotes.setdefault((node.info.remote, namespace), []).append(holding)
+            space = self._spaces.setdefault(namespace, TierSpace())
+            node.holdings[namespace] = Holding(space)
+            self._join_remotes()
         return node.holdings[namespace]
 
-    def _forget_blocks(self, node: _Node) -> None:
-        for holding in node.holdings.values():
-            self._retire(holding.blocks)
-        if node.holdings:
-            node.holdings = {}
-            self._join_remotes()
-
-    def _retire(self, blocks: dict[int, int]) -> None:
-        if blocks:
-            self._retired.append(blocks)
+    def _forget_holdings(self, node: _Node, namespaces: Iterable[bytes]) -> None:
+        """Nobody finds them any more; `sweep` frees what they take."""
+        for namespace in namespaces:
+            self._retired.append((namespace, node.holdings.pop(namespace)))
+        self._join_remotes()
 
     def _join_remotes(self) -> None:
         self._remotes.clear()
         for node in self._nodes.values():
             for namespace, holding in node.holdings.items():
                 if node.info.remote:
-                    self._remotes.setdefault((node.info.remote, namespace), []).append(holding)
+                    where = node.info.remote, namespace
+                    self._remotes[where] = self._remotes.get(where, 0) | holding.g4_flag
 
     def _snapshot(self, node: _Node, now: float) -> NodeSnapshot:
         return NodeSnapshot(
@@ -291,10 +309,7 @@ class NodeTable:
                 for namespace, holding in sorted(node.holdings.items())
                 for tier in LOWER_TIERS
             ),
-            entries=node.blocks,
+            entries=node.entries,
             sequence=node.sequence,
             silence_s=node.silence_s(now),
         )
-
-
-_NOTHING = Holding()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from services.common.events.model import Tier, TierRate
 from services.router.core.tiers import LOWER_TIERS, Overlap, tier_set
 
+_NO_DELAY = (0.0, 0.0, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class OnboardDefaults:
@@ -23,48 +25,55 @@ class OnboardDefaults:
     g4_speedup: float = 1.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TierCosts:
     """Seconds for one worker: the first block's delay, and each block, of G2, G3 and G4."""
 
-    latency_s: tuple[float, ...]
-    block_s: tuple[float, ...]
+    latency_s: tuple[float, float, float]
+    block_s: tuple[float, float, float]
     worth: int
     """Tiers that beat computing, as bits."""
 
     def seconds(self, overlap: Overlap) -> float:
         """Seconds to bring up the lower blocks of an overlap."""
-        total = 0.0
-        for blocks, latency, block in zip(
-            (overlap.g2, overlap.g3, overlap.g4), self.latency_s, self.block_s, strict=True
-        ):
-            if blocks:
-                total += latency + blocks * block
+        a, b, c = self.block_s
+        total = overlap.g2 * a + overlap.g3 * b + overlap.g4 * c
+        if self.latency_s is not _NO_DELAY:
+            blocks = overlap.g2, overlap.g3, overlap.g4
+            total += sum(s for n, s in zip(blocks, self.latency_s, strict=True) if n)
         return total
 
 
-def tier_costs(
-    defaults: OnboardDefaults, measured: Mapping[Tier, TierRate], recompute_block_s: float
-) -> TierCosts:
-    """Costs at a worker that computes a block in `recompute_block_s` seconds."""
+class OnboardModel:
+    """The defaults, with what follows from them worked out: asked for each worker and decision."""
 
-    def measured_s(tier: Tier) -> tuple[float, float] | None:
-        rate = measured.get(tier)
-        return (rate.latency_s, rate.block_s) if rate is not None and rate.block_s > 0 else None
+    def __init__(self, defaults: OnboardDefaults) -> None:
+        speedups = (defaults.g2_speedup, defaults.g3_speedup, defaults.g4_speedup)
+        self._shares = tuple(1 / speedup for speedup in speedups)
+        self._worth = tier_set(t for t, s in zip(LOWER_TIERS, speedups, strict=True) if s > 1)
 
-    g2 = measured_s(Tier.G2) or (0.0, recompute_block_s / defaults.g2_speedup)
-    costs = [g2]
-    for tier, speedup in ((Tier.G3, defaults.g3_speedup), (Tier.G4, defaults.g4_speedup)):
-        known = measured_s(tier)
-        costs.append(
-            (0.0, recompute_block_s / speedup)
-            if known is None
-            else (known[0] + g2[0], known[1] + g2[1])
+    def costs(self, measured: Mapping[Tier, TierRate], recompute_block_s: float) -> TierCosts:
+        """Costs at a worker that computes a block in `recompute_block_s` seconds."""
+        a, b, c = self._shares
+        g2 = 0.0, a * recompute_block_s
+        g3 = 0.0, b * recompute_block_s
+        g4 = 0.0, c * recompute_block_s
+        if not measured:
+            return TierCosts(_NO_DELAY, (g2[1], g3[1], g4[1]), self._worth)
+        g2 = _measured(measured.get(Tier.G2), (0.0, 0.0)) or g2
+        g3 = _measured(measured.get(Tier.G3), g2) or g3
+        g4 = _measured(measured.get(Tier.G4), g2) or g4
+        costs = g2, g3, g4
+        worth = tier_set(
+            tier
+            for tier, (_, block) in zip(LOWER_TIERS, costs, strict=True)
+            if block < recompute_block_s
         )
-    return TierCosts(
-        tuple(latency for latency, _ in costs),
-        tuple(block for _, block in costs),
-        tier_set(
-            t for t, (_, block) in zip(LOWER_TIERS, costs, strict=True) if block < recompute_block_s
-        ),
-    )
+        return TierCosts((g2[0], g3[0], g4[0]), (g2[1], g3[1], g4[1]), worth)
+
+
+def _measured(rate: TierRate | None, after: tuple[float, float]) -> tuple[float, float] | None:
+    """Delay and seconds a block of a tier whose blocks go on through another; None: not known."""
+    if rate is None or rate.block_s <= 0:
+        return None
+    return rate.latency_s + after[0], rate.block_s + after[1]

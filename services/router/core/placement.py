@@ -44,7 +44,7 @@ from services.router.core.index import PrefixIndex
 from services.router.core.lives import Liveness, Status
 from services.router.core.load import Estimate, LoadBook, PrefillDone
 from services.router.core.nodes import NodeTable
-from services.router.core.onboard import OnboardDefaults
+from services.router.core.onboard import OnboardDefaults, OnboardModel
 from services.router.core.policies import Key, PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
 from services.router.core.usable import Prompt, Usable
@@ -100,6 +100,7 @@ class RouterCore:
         self._index = PrefixIndex()
         self.nodes = NodeTable(config.liveness, config.node_blocks)
         """The kvbm daemons: tell it what their records and streams say."""
+        self._onboard = OnboardModel(config.onboard)
         self._load = LoadBook(config.booking_ttl_s)
         self._rates = RateBook(config.rates)
         self._policy = make_policy(config.policy, config.cost)
@@ -302,7 +303,7 @@ class RouterCore:
                 for worker in sorted(self._table, key=lambda w: w.info.id)
                 for rank in worker.ranks
             ),
-            tier_entries=self.nodes.blocks,
+            tier_entries=self.nodes.entries,
             tier_capacity_entries=self.nodes.capacity,
             tier_refused_entries=self.nodes.refused_blocks,
         )
@@ -342,7 +343,7 @@ class RouterCore:
             self._index,
             self._load,
             self.nodes,
-            self._config.onboard,
+            self._onboard,
             now,
         )
 

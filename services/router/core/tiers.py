@@ -1,17 +1,18 @@
-"""What kvbm daemons hold below G1, and how far a prompt can be loaded from there. Knows no time.
+"""Who holds which blocks below G1, and how far a prompt can be loaded from there. Knows no time.
 
-A daemon's tiers are one holding for each namespace, shared by all its workers: a dict from block
-key to the set of tiers as bits. It is joined to workers when a prompt is walked, never copied to
-them. A walk runs in C a chunk of blocks at a time: it is done for each daemon and decision.
+For each namespace a flat dict maps a block's key to one number: three bits (G2, G3, G4) for each
+daemon that holds it, equal numbers shared. A prompt is looked up there once, whatever the number
+of daemons, and in chunks, so that C does most of it. Runs are joined to workers when they are asked
+for; nothing is ever copied to a worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from itertools import repeat
-from operator import xor as xor_
+from operator import xor
 
 from services.common.events.model import Tier, TierRate
 from services.router.core.index import Digest
@@ -21,8 +22,14 @@ _BITS = {Tier.G2: 1, Tier.G3: 2, Tier.G4: 4}
 _G4_BIT = _BITS[Tier.G4]
 ALL_TIERS = 7
 """Set of all lower tiers, as bits."""
-_CHUNK = 16
-_WIDEST_CHUNK = 1024
+_WIDTH = 3
+"""Bits of one daemon."""
+_BEST = tuple(next((int(t) for t in LOWER_TIERS if _BITS[t] & bits), 0) for bits in range(8))
+"""Number of the best tier in a set of tiers; 0: there is none."""
+_CHUNK = 64
+_MANY = 1024
+"""Blocks at a time that are worth a detour through sets, which are faster for new ones."""
+_MOST_INTERNED = 1 << 16
 _ABSENT = repeat(0)
 
 
@@ -31,19 +38,7 @@ def tier_set(tiers: Iterable[Tier]) -> int:
     return sum(_BITS[t] for t in set(tiers))
 
 
-def _best_table(worth: int) -> bytes:
-    """Translates sets of tiers into the best tier's number, 0 where no tier is worth it."""
-    table = bytearray(256)
-    for bits in range(8):
-        table[bits] = next((t for t in LOWER_TIERS if _BITS[t] & bits & worth), 0)
-    return bytes(table)
-
-
-_BEST = tuple(_best_table(worth) for worth in range(8))
-_ONLY_G4 = bytes(bits & _G4_BIT for bits in range(256))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Overlap:
     """Usable leading blocks of a prompt: G1, then those beyond, each in the best tier it is in."""
 
@@ -63,159 +58,230 @@ class Overlap:
         return self.g1 + self.g2 + self.g3 + self.g4
 
 
-class Holding:
-    """One daemon's blocks of one namespace. A block in several tiers is one entry."""
-
-    __slots__ = ("_counts", "_xors", "blocks", "rates")
+class TierSpace:
+    """Blocks of one namespace in the tiers of all daemons."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, int] = {}
-        """Key to tiers, as bits."""
+        self.masks: dict[int, int] = {}
+        """Key to the tiers of all daemons."""
+        self._interned: dict[int, int] = {}
+        self._free: list[int] = []
+        self.beyond = 0
+        """Bits in use: a shift by so many finds nothing."""
+
+    @property
+    def unused(self) -> bool:
+        """Whether no daemon has a place here."""
+        return len(self._free) * _WIDTH == self.beyond
+
+    def take(self) -> int:
+        """A place for a daemon: by how many bits its tiers are shifted."""
+        if self._free:
+            return self._free.pop()
+        self.beyond += _WIDTH
+        return self.beyond - _WIDTH
+
+    def give_back(self, shift: int) -> None:
+        """A place is free: no mask has a bit of it."""
+        self._free.append(shift)
+
+    def intern(self, mask: int) -> int:
+        """The one object for this number."""
+        if len(self._interned) > _MOST_INTERNED:
+            self._interned.clear()
+        return self._interned.setdefault(mask, mask)
+
+
+class Holding:
+    """One daemon's blocks of one namespace: its keys here, their tiers in the space's masks."""
+
+    __slots__ = ("_counts", "_xors", "keys", "rates", "shift", "space")
+
+    def __init__(self, space: TierSpace) -> None:
+        self.space = space
+        self.shift = space.take()
+        self.keys: set[int] = set()
         self.rates: dict[Tier, TierRate] = {}
         """What the daemon has measured."""
         self._counts = dict.fromkeys(LOWER_TIERS, 0)
         self._xors = dict.fromkeys(LOWER_TIERS, 0)
 
-    def __len__(self) -> int:
-        return len(self.blocks)
+    @property
+    def g4_flag(self) -> int:
+        """Its bit for G4."""
+        return _G4_BIT << self.shift
 
-    def store(self, tier: Tier, keys: Sequence[int], room: int) -> int:
-        """Blocks came to a tier. Those that would need more than `room` entries are refused.
+    def store(self, tier: Tier, keys: Iterable[int], room: int) -> int:
+        """Blocks came to a tier. Those that would need more than `room` new entries are refused.
 
         Returns how many were.
         """
-        bit, blocks = _BITS[tier], self.blocks
-        if not blocks and len(keys) <= room:
-            # A snapshot's first tier may have a million blocks: in C.
-            self.blocks = blocks = dict.fromkeys(keys, bit)
-            self._counts[tier], self._xors[tier] = len(blocks), reduce(xor_, blocks, 0)
-            return 0
-        count, xor, refused = self._counts[tier], self._xors[tier], 0
+        flag, mine = _BITS[tier] << self.shift, ALL_TIERS << self.shift
+        masks, intern = self.space.masks, self.space.intern
+        keys = keys if isinstance(keys, Sequence | Set) else list(keys)
+        if _MANY <= len(keys) <= room:
+            new = set(keys).difference(masks)
+            masks.update(dict.fromkeys(new, intern(flag)))
+            self.keys |= new
+            room -= len(new)
+            self._counts[tier] += len(new)
+            self._xors[tier] = reduce(xor, new, self._xors[tier])
+        count, digest, refused = self._counts[tier], self._xors[tier], 0
         for key in keys:
-            bits = blocks.get(key, 0)
-            if bits & bit:
+            mask = masks.get(key, 0)
+            if mask & flag:
                 continue
-            if not bits:
+            if not mask & mine:
                 if room <= 0:
                     refused += 1
                     continue
                 room -= 1
-            blocks[key] = bits | bit
+                self.keys.add(key)
+            masks[key] = intern(mask | flag)
             count += 1
-            xor ^= key
-        self._counts[tier], self._xors[tier] = count, xor
+            digest ^= key
+        self._counts[tier], self._xors[tier] = count, digest
         return refused
 
     def remove(self, tier: Tier, keys: Iterable[int]) -> None:
         """Blocks left a tier; those not known there are skipped."""
-        bit, blocks = _BITS[tier], self.blocks
-        count, xor = self._counts[tier], self._xors[tier]
+        flag, mine = _BITS[tier] << self.shift, ALL_TIERS << self.shift
+        masks, intern = self.space.masks, self.space.intern
+        count, digest = self._counts[tier], self._xors[tier]
         for key in keys:
-            bits = blocks.get(key, 0)
-            if not bits & bit:
+            mask = masks.get(key, 0)
+            if not mask & flag:
                 continue
-            if bits == bit:
-                del blocks[key]
+            mask ^= flag
+            if mask:
+                masks[key] = intern(mask)
             else:
-                blocks[key] = bits ^ bit
+                del masks[key]
+            if not mask & mine:
+                self.keys.remove(key)
             count -= 1
-            xor ^= key
-        self._counts[tier], self._xors[tier] = count, xor
+            digest ^= key
+        self._counts[tier], self._xors[tier] = count, digest
 
-    def clear(self, tier: Tier) -> dict[int, int]:
-        """A tier is empty now. Returns entries for the caller to free at leisure."""
-        bit, old = _BITS[tier], self.blocks
-        others = sum(count for t, count in self._counts.items() if t is not tier)
-        self.blocks = {k: left for k, b in old.items() if (left := b & ~bit)} if others else {}
-        self._counts[tier] = self._xors[tier] = 0
-        return old
+    def clear(self, tier: Tier) -> None:
+        """A tier is empty now."""
+        self.remove(tier, self.keys_in(tier))
+
+    def keys_in(self, tier: Tier) -> set[int]:
+        """All blocks in a tier."""
+        flag, masks = _BITS[tier] << self.shift, self.space.masks
+        return {key for key in self.keys if masks[key] & flag}
+
+    def forget(self, limit: int) -> int:
+        """Drops up to `limit` entries in all tiers; how many. For one that nobody asks any more."""
+        masks, keep = self.space.masks, ~(ALL_TIERS << self.shift)
+        batch = [self.keys.pop() for _ in range(min(limit, len(self.keys)))]
+        for key in batch:
+            mask = masks[key] & keep
+            if mask:
+                masks[key] = self.space.intern(mask)
+            else:
+                del masks[key]
+        return len(batch)
 
     def digest(self, tier: Tier) -> Digest:
         """Count and xor of the keys in a tier."""
         return Digest(self._counts[tier], self._xors[tier])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when counts differ from what they count."""
+        """Raises AssertionError when keys, masks and counts disagree."""
+        mine = ALL_TIERS << self.shift
+        assert self.keys == {key for key, mask in self.space.masks.items() if mask & mine}
         for tier in LOWER_TIERS:
-            keys = [k for k, bits in self.blocks.items() if bits & _BITS[tier]]
-            xor = 0
-            for key in keys:
-                xor ^= key
-            assert self.digest(tier) == Digest(len(keys), xor), tier
-        assert all(0 < bits <= ALL_TIERS for bits in self.blocks.values())
+            keys = self.keys_in(tier)
+            assert self.digest(tier) == Digest(len(keys), reduce(xor, keys, 0)), tier
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """A daemon's tiers, as a worker can use them."""
+    """A daemon's tiers, as its workers can use them."""
 
-    holding: Holding
-    remote: Sequence[Holding] = ()
-    """Holdings of all daemons that share its remote storage: their G4 is its own."""
+    space: TierSpace
+    shift: int
+    """Where its bits begin."""
+    remote: int
+    """Bits of all daemons' G4 that is its own as well."""
+    rates: dict[Tier, TierRate]
+
+
+@dataclass(slots=True)
+class Run:
+    """A contiguous run of a prompt's blocks in a daemon's tiers."""
+
+    g2: int = 0
+    g3: int = 0
+    g4: int = 0
+    below: int | None = None
+    """Number in the prompt of its first block below G2."""
 
 
 class TierWalk:
-    """The first `limit` keys of one chain, looked up in holdings; remembers what it has seen."""
+    """The first `limit` keys of one chain in one space; what was looked up is remembered."""
 
-    def __init__(self, keys: Sequence[int], limit: int) -> None:
+    def __init__(self, keys: Sequence[int], limit: int, space: TierSpace) -> None:
         self._keys = keys
         self._limit = min(limit, len(keys))
-        self._runs: dict[tuple[int, int, int], list[tuple[int, bytes]]] = {}
-        self._remote: dict[int, bytearray] = {}
+        self._get = space.masks.get
+        self._masks: dict[int, list[int]] = {}
+        self._tiers: dict[tuple[int, int, int, int], bytes] = {}
+        self._runs: dict[tuple[int, int, int, int], Run] = {}
 
-    def run(self, reach: Reach, start: int, worth: int = ALL_TIERS) -> bytes:
-        """Best tier of each block from number `start` on, as numbers, up to the first hole.
+    def run(self, reach: Reach, start: int, worth: int = ALL_TIERS) -> Run:
+        """The run from block number `start` on, up to the first hole.
 
-        A block that is in no tier out of `worth` (bits) is a hole.
+        A block that is in no tier out of `worth` (bits) is a hole. Treat the answer as immutable.
         """
-        runs = self._runs.setdefault((id(reach.holding), id(reach.remote), worth), [])
-        for begin, tiers in runs:
-            if begin <= start <= begin + len(tiers):
-                return tiers[start - begin :]
-        found = self._walk(reach, start, worth)
-        runs.append((start, found))
+        who = reach.shift, reach.remote, worth, start
+        found = self._runs.get(who)
+        if found is None:
+            found = self._runs[who] = self._run(reach, start, worth)
         return found
 
-    def _walk(self, reach: Reach, start: int, worth: int) -> bytes:
-        get, table = reach.holding.blocks.get, _BEST[worth]
-        shared = bool(worth & _G4_BIT) and len(reach.remote) > 1
-        found = bytearray()
-        chunk = _CHUNK
+    def _run(self, reach: Reach, start: int, worth: int) -> Run:
+        run = Run()
         while start < self._limit:
-            end = min(start + chunk, self._limit)
-            bits = bytes(map(get, self._keys[start:end], _ABSENT))
-            tiers = bits.translate(table)
-            hole = tiers.find(0)
-            if hole >= 0 and shared:
-                remote = self._remote_bits(reach.remote, end)[start:end]
-                tiers = _either(bits, bytes(remote)).translate(table)
-                hole = tiers.find(0)
+            chunk, skip = divmod(start, _CHUNK)
+            tiers = self._best(reach, worth, chunk)
+            hole = tiers.find(0, skip)
+            end = len(tiers) if hole < 0 else hole
+            g2, g3 = tiers.count(2, skip, end), tiers.count(3, skip, end)
+            lower = end - skip - g2
+            if lower and run.below is None:
+                found = [tiers.find(tier, skip, end) for tier in (Tier.G3, Tier.G4)]
+                run.below = chunk * _CHUNK + min(at for at in found if at >= 0)
+            run.g2 += g2
+            run.g3 += g3
+            run.g4 += lower - g3
             if hole >= 0:
-                found += tiers[:hole]
                 break
-            found += tiers
-            start, chunk = end, min(chunk * 4, _WIDEST_CHUNK)
-        return bytes(found)
+            start = (chunk + 1) * _CHUNK
+        return run
 
-    def _remote_bits(self, remote: Sequence[Holding], end: int) -> bytearray:
-        """G4's bit for each block that any of the holdings has there, at least up to `end`."""
-        bits = self._remote.setdefault(id(remote), bytearray())
-        start = len(bits)
-        if start < end:
-            part = self._keys[start:end]
-            more = bytes(end - start)
-            for holding in remote:
-                more = _either(more, bytes(map(holding.blocks.get, part, _ABSENT)))
-            bits += more.translate(_ONLY_G4)
-        return bits
+    def _best(self, reach: Reach, worth: int, chunk: int) -> bytes:
+        """Number of the best tier of each block of a chunk; 0: there is none."""
+        who = reach.shift, reach.remote, worth, chunk
+        tiers = self._tiers.get(who)
+        if tiers is None:
+            masks = self._chunk(chunk)
+            best: dict[int, int] = {}
+            for mask in set(masks):
+                bits = mask >> reach.shift & ALL_TIERS
+                if mask & reach.remote:
+                    bits |= _G4_BIT
+                best[mask] = _BEST[bits & worth]
+            tiers = self._tiers[who] = bytes(map(best.__getitem__, masks))
+        return tiers
 
-
-def _either(a: bytes, b: bytes) -> bytes:
-    return (int.from_bytes(a) | int.from_bytes(b)).to_bytes(len(a))
-
-
-def overlap_of(g1: int, run: bytes) -> Overlap:
-    """`g1` blocks and a run of lower tiers behind them."""
-    if not run:
-        return Overlap(g1)
-    return Overlap(g1, run.count(Tier.G2), run.count(Tier.G3), run.count(Tier.G4))
+    def _chunk(self, chunk: int) -> list[int]:
+        """Masks of a chunk of the prompt's blocks."""
+        masks = self._masks.get(chunk)
+        if masks is None:
+            begin = chunk * _CHUNK
+            keys = self._keys[begin : min(begin + _CHUNK, self._limit)]
+            masks = self._masks[chunk] = list(map(self._get, keys, _ABSENT))
+        return masks

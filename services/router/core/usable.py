@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.events.model import Tier
 from services.router.core.answers import Prefetch
 from services.router.core.index import PrefixIndex
 from services.router.core.load import LoadBook
 from services.router.core.nodes import NodeTable
-from services.router.core.onboard import OnboardDefaults, tier_costs
-from services.router.core.tiers import Overlap, Reach, TierWalk, overlap_of
+from services.router.core.onboard import OnboardModel
+from services.router.core.tiers import Overlap, Reach, TierSpace, TierWalk
 from services.router.core.workers import WorkerInfo
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usable:
     """What one worker can use of a prompt."""
 
@@ -27,8 +26,8 @@ class Usable:
     """Seconds to bring up the blocks below G1."""
     mates: float
     """Requests in flight there that share the prompt."""
-    tiers: bytes = b""
-    """Tier of each block behind those in G1."""
+    below: int | None = None
+    """Number of the first block that would come from below G2."""
 
 
 class Prompt:
@@ -42,7 +41,7 @@ class Prompt:
         index: PrefixIndex,
         load: LoadBook,
         nodes: NodeTable,
-        onboard: OnboardDefaults,
+        onboard: OnboardModel,
         now: float,
     ) -> None:
         self._keys = keys
@@ -51,7 +50,7 @@ class Prompt:
         self._limit = min(len(keys), max(0, prompt_tokens - 1) // self._block_size)
         self._own = index.depths(keys, self._limit)
         self._mates = load.mates(keys, self._limit)
-        self._walk = TierWalk(keys, self._limit)
+        self._walks: dict[int, TierWalk] = {}
         self._nodes = nodes
         self._reaches: dict[tuple[str, bytes], Reach | None] = {}
         self._onboard = onboard
@@ -66,20 +65,23 @@ class Prompt:
         reach = self._reach(info) if info.kvbm and own < self._limit else None
         if reach is None:
             return Usable(Overlap(own), 0.0, crowd)
-        costs = tier_costs(self._onboard, reach.holding.rates, self._block_size / prefill_rate)
-        tiers = self._walk.run(reach, own, costs.worth)
-        overlap = overlap_of(own, tiers)
-        return Usable(overlap, costs.seconds(overlap), crowd, tiers)
+        costs = self._onboard.costs(reach.rates, self._block_size / prefill_rate)
+        run = self._walk(reach.space).run(reach, own, costs.worth)
+        overlap = Overlap(own, run.g2, run.g3, run.g4)
+        return Usable(overlap, costs.seconds(overlap), crowd, run.below)
 
     def prefetch(self, info: WorkerInfo, usable: Usable) -> Prefetch | None:
         """What the worker's daemon may bring up while the request is on its way."""
-        below = next((i for i, tier in enumerate(usable.tiers) if tier > Tier.G2), None)
-        if below is None:
+        if usable.below is None:
             return None
-        own = usable.overlap.g1
-        return Prefetch(
-            info.kvbm, info.namespace, self._keys[own + below : own + len(usable.tiers)]
-        )
+        keys = self._keys[usable.below : usable.overlap.total]
+        return Prefetch(info.kvbm, info.namespace, keys)
+
+    def _walk(self, space: TierSpace) -> TierWalk:
+        walk = self._walks.get(id(space))
+        if walk is None:
+            walk = self._walks[id(space)] = TierWalk(self._keys, self._limit, space)
+        return walk
 
     def _reach(self, info: WorkerInfo) -> Reach | None:
         where = info.kvbm, info.namespace
