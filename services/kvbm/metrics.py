@@ -6,15 +6,42 @@ Labels are tiers, directions, results and causes only; never tenants, namespaces
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 from services.common.events.model import Tier
 from services.kvbm.core.gate import TierRate
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _TIER_WORDS = {Tier.G2: "host", Tier.G3: "disk", Tier.G4: "object"}
+
+
+_FAMILIAR = {
+    "offload_blocks_d2h": "Blocks saved from engines into host memory.",
+    "offload_blocks_h2d": "Blocks written from host memory to disk.",
+    "offload_blocks_d2d": "Blocks written from engines to disk directly: none.",
+    "offload_blocks_d2o": "Blocks written to remote storage.",
+    "onboard_blocks_h2d": "Blocks loaded from host memory into engines.",
+    "onboard_blocks_d2d": "Blocks brought from disk for an engine.",
+    "onboard_blocks_o2d": "Blocks brought from remote storage for an engine.",
+    "matched_tokens": "Tokens of prompts that look-ups found and leased.",
+}
+
+
+class _Familiar(Collector):
+    """Counters under the bare names that dashboards ask for; a Counter would add `_total`."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them, from the start on."""
+        for name, text in _FAMILIAR.items():
+            metric = Metric(f"kvbm_{name}", text, "unknown")
+            metric.add_sample(f"kvbm_{name}", {}, self._counts[name])
+            yield metric
 
 
 class KvbmMetrics:
@@ -34,20 +61,8 @@ class KvbmMetrics:
         def gauge(name: str, text: str, *labels: str, prefix: str = "forebay_kvbm_") -> Gauge:
             return Gauge(f"{prefix}{name}", text, labels, registry=registry)
 
+        registry.register(_Familiar(self.counts))
         familiar = "kvbm_"
-        self._familiar = {
-            name: counter(name, text, prefix=familiar)
-            for name, text in (
-                ("offload_blocks_d2h", "Blocks saved from engines into host memory."),
-                ("offload_blocks_h2d", "Blocks written from host memory to disk."),
-                ("offload_blocks_d2d", "Blocks written from engines to disk directly: none."),
-                ("offload_blocks_d2o", "Blocks written to remote storage."),
-                ("onboard_blocks_h2d", "Blocks loaded from host memory into engines."),
-                ("onboard_blocks_d2d", "Blocks brought from disk for an engine."),
-                ("onboard_blocks_o2d", "Blocks brought from remote storage for an engine."),
-                ("matched_tokens", "Tokens of prompts that look-ups found and leased."),
-            )
-        }
         self._rate = {
             tier: gauge(f"{word}_cache_hit_rate", "Share of looked-up blocks.", prefix=familiar)
             for tier, word in _TIER_WORDS.items()
@@ -91,9 +106,7 @@ class KvbmMetrics:
 
     def count(self, name: str, blocks: int = 1) -> None:
         """One of the familiar counters."""
-        if blocks:
-            self._familiar[name].inc(blocks)
-            self.counts[name] += blocks
+        self.counts[name] += blocks
 
     def moved(self, source: Tier, target: Tier, size: int, seconds: float) -> None:
         """A batch of bytes was moved."""

@@ -257,7 +257,8 @@ class KvbmServicer(kvbm_pb2_grpc.KvbmServiceServicer):
             )
         by_tenant: dict[int, dict[Any, tuple[int, int]]] = {}
         for (tenant, tier), used in node.quota.use().items():
-            by_tenant.setdefault(tenant, {})[tier] = (0, used)
+            if tenant:
+                by_tenant.setdefault(tenant, {})[tier] = (0, used)
         for tenant, tiers in by_tenant.items():
             name = node.tenants.get(tenant, f"{tenant:016x}")
             answer.tenants.add(tenant=name, tiers=tier_counts(tiers))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 
@@ -385,3 +386,19 @@ async def test_lookups_of_long_prompts_are_quick_and_concurrent(rig: Any) -> Non
         for f in found:
             await e.release(f)
         assert r.daemon.readers.leases == 0
+
+
+async def test_metrics_have_the_names_that_dashboards_ask_for(rig: Any) -> None:
+    async with rig() as r, engine(r.address) as e:
+        keys = chain("p", 4)
+        await e.save(keys)
+        await e.load(keys)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            page = (await client.get(f"http://{r.daemon.instance.metrics_address}/metrics")).text
+        lines = set(page.splitlines())
+        assert "kvbm_offload_blocks_d2h 4.0" in lines
+        assert "kvbm_onboard_blocks_h2d 4.0" in lines
+        assert f"kvbm_matched_tokens {4.0 * SMALL.block_size}" in lines
+        assert "kvbm_host_cache_hit_rate 1.0" in lines
+        for name in ("offload_blocks_h2d", "offload_blocks_d2d", "onboard_blocks_d2d"):
+            assert f"kvbm_{name} 0.0" in lines
