@@ -39,10 +39,12 @@ class Blocks:
         path = folder / f"{namespace.hex()[:8]}.arena"
         self.arena = Arena.create(path, namespace, GEOMETRY, slots)
 
-    def filled(self, numbers: Iterable[int], slots: Iterable[int]) -> list[Transfer]:
-        """Puts blocks into the arena, to be stored into these slots."""
+    def filled(
+        self, numbers: Iterable[int], slots: Iterable[int], first: int = 0
+    ) -> list[Transfer]:
+        """Puts blocks into the arena, from slot `first` on, to be stored into these slots."""
         transfers = []
-        for at, (number, slot) in enumerate(zip(numbers, slots, strict=True)):
+        for at, (number, slot) in enumerate(zip(numbers, slots, strict=True), first):
             self.arena.payload(at)[:] = content_of(number)
             header = SlotHeader(
                 SlotState.SEALED,
