@@ -180,6 +180,7 @@ async def fake_worker(
     max_model_len: int = 100_000,
     adapters: Sequence[Adapter] = (),
     labels: dict[str, str] | None = None,
+    kvbm: str = "",
     port: int = 0,
     events_port: int = 0,
     heartbeat_s: float = 0.1,
@@ -216,6 +217,7 @@ async def fake_worker(
                 events_address=publisher.address,
                 card=card,
                 labels=labels or {},
+                kvbm=kvbm,
             )
             await server.set_serving(True)
             beats = asyncio.create_task(_beat(worker, heartbeat_s))
