@@ -7,7 +7,9 @@ from etcdserverpb import rpc_pb2 as pb
 from services.common.etcd.client import EtcdClient
 
 
-async def claim(client: EtcdClient, key: bytes, value: bytes, ttl_s: float) -> bool:
+async def claim(
+    client: EtcdClient, key: bytes, value: bytes, ttl_s: float, *, timeout_s: float = 2.0
+) -> bool:
     """Takes `key` for `ttl_s`, or longer when it is ours (of the same value) already.
 
     False: another has it. Who claims again before the time is over keeps it. Raises
@@ -15,7 +17,9 @@ async def claim(client: EtcdClient, key: bytes, value: bytes, ttl_s: float) -> b
     """
     request = pb.LeaseGrantRequest(TTL=max(1, round(ttl_s)))
     lease = await client.call(
-        "lease grant", lambda c, m, t: c.lease.LeaseGrant(request, metadata=m, timeout=t)
+        "lease grant",
+        lambda c, m, t: c.lease.LeaseGrant(request, metadata=m, timeout=t),
+        timeout_s=timeout_s,
     )
     absent = pb.Compare(result=pb.Compare.EQUAL, target=pb.Compare.VERSION, key=key, version=0)
     ours = pb.Compare(result=pb.Compare.EQUAL, target=pb.Compare.VALUE, key=key, value=value)

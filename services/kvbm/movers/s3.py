@@ -362,6 +362,8 @@ class S3Objects:
             wrong = code in _WRONG_KEYS or not found
             why = "access key or secret key is wrong" if wrong else "the key lacks a right"
             return StoreError(f"{why} ({code})")
+        if status and status[1] == "416":
+            return StoreError("short: nothing lies in that range")
         if status:
             # Servers that are in trouble are left alone for a while, like those that are away.
             return StoreError(f"answers {code}", away=status[1][0] == "5")

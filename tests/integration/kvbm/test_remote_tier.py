@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,12 @@ async def test_nodes_share_what_one_has_stored(place: Place, tmp_path: Path) -> 
     keys = chain("shared", 3 * RUN + 2)
     async with AsyncExitStack() as stack:
         a, b, c = [
-            await stack.enter_async_context(node(place, tmp_path, namespace))
-            for namespace in (NAMESPACE, NAMESPACE, bytes(32))
+            await stack.enter_async_context(node(there, tmp_path, namespace))
+            for there, namespace in (
+                (place, NAMESPACE),
+                (place, NAMESPACE),
+                (replace(place, nixl=False), bytes(32)),
+            )
         ]
         assert [n.tier.health.ok for n in (a, b, c)] == [True] * 3
         for stored in await a.store(keys[: 3 * RUN]):
@@ -53,6 +58,7 @@ async def test_nodes_share_what_one_has_stored(place: Place, tmp_path: Path) -> 
         assert (await c.load(keys, range(RUN))).errors[0] is not None
 
 
+@without_nixl
 async def test_any_blocks_of_a_run_can_be_loaded(place: Place, tmp_path: Path) -> None:
     """A leading part, or what is missing here; slots of the others are left alone."""
     keys = chain("part", 2 * RUN)
@@ -155,9 +161,10 @@ async def test_no_corrupt_object_is_ever_served(place: Place, tmp_path: Path) ->
     """
     keys, other = chain("victim", 2 * RUN), chain("other", 2 * RUN)
     async with AsyncExitStack() as stack:
-        a = await stack.enter_async_context(node(place, tmp_path))
+        plain = replace(place, nixl=False)
+        a = await stack.enter_async_context(node(plain, tmp_path))
         b = await stack.enter_async_context(node(place, tmp_path))
-        foreign = await stack.enter_async_context(node(place, tmp_path, bytes(32)))
+        foreign = await stack.enter_async_context(node(plain, tmp_path, bytes(32)))
         await a.store(keys)
         await a.store(other)
         await foreign.store(keys)
