@@ -144,6 +144,8 @@ class LocalDisk:
         async with self._gate:
             if namespace in self._spaces:
                 raise OSError(errno.EBUSY, "the namespace is open already", self.place)
+            # The folder may have been deleted, and made by another daemon meanwhile.
+            await self._lock.take(self.threads, wait=False)
             files = await self._adopt(namespace, arena.geometry)
             if not files.slots and not await self._add_segment(files, arena.geometry):
                 await self._files(files.close)
@@ -172,10 +174,8 @@ class LocalDisk:
 
     async def remove(self, namespace: bytes) -> bool:
         """Removes a namespace's files; false: it is open. Raises OSError."""
-        if namespace in self._spaces:
-            return False
-        await self._files(partial(remove, self._folder, namespace))
-        return True
+        async with self._gate:
+            return await self._remove(namespace)
 
     async def probe(self) -> Health:
         """See DiskTier. Makes anew what was deleted; those blocks are lost (`take_lost`)."""
@@ -185,9 +185,10 @@ class LocalDisk:
                 await self._check_mover()
                 for space in self._spaces.values():
                     await space.restore()
-                    await space.pay()
+                    if why := await space.pay():
+                        raise OSError(f"blocks can't be erased: {why}")
             except OSError as exc:
-                self._degrade(words(exc))
+                self.degrade(words(exc))
             else:
                 if not self.health.ok:
                     log.info("the disk works again", folder=self.place)
@@ -225,10 +226,17 @@ class LocalDisk:
             counters.failed_loads += len(kinds) - corrupt
         for error in errors:
             if error and not error.startswith(_OURS):
-                self._degrade(error)
+                self.degrade(error)
                 return
         if seconds > _STALL_S + size / _CRAWL_BYTES_S:
-            self._degrade(f"a batch of {size >> 10} KiB took {seconds:.1f} s")
+            self.degrade(f"a batch of {size >> 10} KiB took {seconds:.1f} s")
+
+    def degrade(self, why: str) -> None:
+        """Stores nothing more until a probe has worked."""
+        if self.health.ok:
+            self.counters.degraded += 1
+            log.warning("the disk stores nothing for now", folder=self.place, why=why)
+        self.health = Health(False, why)
 
     async def enlarge(self, space: LocalSpace) -> int:
         """Adds a segment to an open namespace; the slots it has."""
@@ -296,10 +304,16 @@ class LocalDisk:
             self.backend = f"{self.mover.name}; fallocate refused: files are filled with zeros"
         return count
 
+    async def _remove(self, namespace: bytes) -> bool:
+        if namespace in self._spaces:
+            return False
+        await self._files(partial(remove, self._folder, namespace))
+        return True
+
     async def _remove_oldest(self, spared: bytes) -> bool:
         """Removes the namespace without users that was used longest ago; false: there is none."""
         for item in await self.namespaces():
-            if item.namespace != spared and await self.remove(item.namespace):
+            if item.namespace != spared and await self._remove(item.namespace):
                 log.info("blocks of a namespace without users removed", bytes=item.bytes)
                 return True
         return False
@@ -319,12 +333,6 @@ class LocalDisk:
 
     async def _files(self, call: Callable[[], T]) -> T:
         return await self.threads.call(call, _FILES_S)
-
-    def _degrade(self, why: str) -> None:
-        if self.health.ok:
-            self.counters.degraded += 1
-            log.warning("the disk stores nothing for now", folder=self.place, why=why)
-        self.health = Health(False, why)
 
 
 class _FolderLock:

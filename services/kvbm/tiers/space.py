@@ -47,6 +47,10 @@ class Disk(Protocol):
         """A batch has ended: for the counters, and for the tier's health. `size` in bytes."""
         ...
 
+    def degrade(self, why: str) -> None:
+        """Stores nothing more, until a probe has worked and everything owed is erased."""
+        ...
+
     async def enlarge(self, space: LocalSpace) -> int:
         """Adds slots as far as cap and disk allow; how many."""
         ...
@@ -157,22 +161,25 @@ class LocalSpace:
     async def erase(self, slots: Sequence[int]) -> None:
         """See DiskSpace. Slots being stored are left out: their old blocks are void already.
 
-        What can't be erased now is, before anything else is stored, or by the tier's next probe.
+        What can't be erased now degrades the tier: it is erased before anything else is stored.
         """
-        self._owed.update(slot for slot in slots if slot not in self._busy)
-        await self._whole(self.pay())
+        mine = range(self.slots)
+        self._owed.update(slot for slot in slots if slot in mine and slot not in self._busy)
+        await self._whole(self._erase())
 
-    async def pay(self) -> None:
-        """Erases what is still to be erased."""
+    async def pay(self) -> str:
+        """Erases what is still to be erased; empty, or why some of it can't be."""
         async with self._order:
             slots = sorted(slot for slot in self._owed - self._busy if not self._free[slot])
+            if not slots:
+                return ""
             self._owed.difference_update(slots)
             ran = await self._disk.threads.run(
                 [partial(self._put, [(slot, _NOTHING) for slot in slots])], _ERASE_S
             )
         (errors,) = ran.results
         if isinstance(errors, Exception):
-            errors = [str(errors)] * len(slots)
+            errors = [_words(errors)] * len(slots)
         for slot, error in zip(slots, errors, strict=True):
             if error is None:
                 self._free[slot] = 1
@@ -180,6 +187,7 @@ class LocalSpace:
                 self._owed.add(slot)
         if ran.fence is not None:
             self._withhold(slots, ran.fence)
+        return next((error for error in errors if error), "")
 
     async def restore(self) -> None:
         """Makes files that somebody deleted anew, without their blocks. Raises OSError."""
@@ -193,6 +201,7 @@ class LocalSpace:
 
     async def close(self, *, remove: bool = False) -> None:
         """See DiskSpace. Files in which something hangs stay open."""
+        self.slots = 0
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_S)
         if self._tasks:
@@ -254,7 +263,7 @@ class LocalSpace:
             return
         self._busy.difference_update(bad)
         if bad:
-            self._spawn(self.pay())
+            self._spawn(self._erase())
 
     def _ended(self, batch: _Batch, *, storing: bool) -> Transferred:
         size = len(batch.left()) * self.geometry.stride
@@ -382,7 +391,11 @@ class LocalSpace:
     async def _release(self, slots: Sequence[int], fence: Awaitable[None]) -> None:
         await fence
         self._busy.difference_update(slots)
-        await self.pay()
+        await self._erase()
+
+    async def _erase(self) -> None:
+        if why := await self.pay():
+            self._disk.degrade(f"erasing: {why}")
 
 
 def _void(header: SlotHeader) -> SlotHeader:

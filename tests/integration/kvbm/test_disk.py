@@ -159,11 +159,16 @@ async def test_what_can_not_be_right_is_refused_and_changes_nothing(
     ):
         for moved in (await space.store([bad], 10), await space.load([bad], 10)):
             assert str(moved.errors[0]).startswith("refused"), bad
+    await space.erase([-1, space.slots])
     # One slot, two blocks, one batch: only one can have it.
     twice = await space.store([good, dataclasses.replace(good)], 10)
     assert [str(error)[:7] for error in twice.errors] == ["None", "refused"]
     assert (await space.load([good], 10)).errors == [None]
     assert disk.health.ok
+    await space.close()
+    assert str((await space.store([good], 10)).errors[0]).startswith("refused")
+    assert str((await space.load([good], 10)).errors[0]).startswith("refused")
+    await space.erase([0])
 
 
 # ---- torn and halved files

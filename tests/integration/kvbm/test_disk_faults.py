@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -89,6 +89,26 @@ async def test_a_failed_store_is_visible_to_nobody(
         assert found == {slot: key_of(100 + slot) for slot in (0, 2, 3)}
 
 
+async def test_a_seal_that_failed_and_landed_is_taken_back(
+    tmp_path: Path, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C5: an error says nothing about what is on disk, so the slot is erased after it."""
+    async with disk_tier(tmp_path / "disk") as disk:
+        space = await disk.open(NAMESPACE, blocks.arena)
+        await stored(space, blocks, range(2))
+        put = space._put
+
+        def lying(headers: Sequence[tuple[int, SlotHeader]]) -> list[str | None]:
+            errors = put(headers)
+            sealed = headers[0][1].state is SlotState.SEALED
+            return ["EIO: so it says"] * len(errors) if sealed else errors
+
+        monkeypatch.setattr(space, "_put", lying)
+        assert kinds(await stored(space, blocks, range(50, 52))) == ["EIO"] * 2
+    async with disk_tier(tmp_path / "disk") as disk:
+        assert sealed(await disk.open(NAMESPACE, blocks.arena)) == {}
+
+
 async def test_a_degraded_disk_loads_and_recovers(disk: LocalDisk, blocks: Blocks) -> None:
     space = await disk.open(NAMESPACE, blocks.arena)
     good = blocks.filled(range(4), range(4))
@@ -162,6 +182,7 @@ async def test_what_can_not_be_erased_is_later(tmp_path: Path, blocks: Blocks) -
         moved = path.with_suffix(".away")
         path.rename(moved)
         await space.erase([1, 2])
+        assert kinds(await stored(space, blocks, range(9, 10), 9)) == ["refused"]
         moved.rename(path)
         assert (await disk.probe()).ok
     async with disk_tier(tmp_path / "disk") as disk:
