@@ -1,0 +1,1 @@
+"""What kvbm costs and saves: copies, disks, remote storage, eviction, the whole engine."""
