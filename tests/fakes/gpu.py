@@ -22,6 +22,7 @@ class FakeGpu:
         self.pins: list[tuple[int, int]] = []
         self.refuse_pin_after = 1 << 30
         self.error = ""
+        self.waits = 0
 
     def kernel(self, work: Callable[[], None]) -> None:
         """Work of the engine that has been launched and has not run."""
@@ -43,6 +44,7 @@ class FakeGpu:
                 work()
 
     def wait(self, event: Any) -> None:
+        self.waits += 1
         if self.error:
             raise RuntimeError(self.error)
 

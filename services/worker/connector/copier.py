@@ -7,8 +7,7 @@ from outside. Blocks being copied must not be written by anybody else meanwhile.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from services.common.arena import Arena
 from services.worker.connector.cachelayout import CacheLayout, describe
 from services.worker.connector.cpucopy import cpu_lanes
-from services.worker.connector.lanes import Finish, Lane, Lanes
+from services.worker.connector.lanes import Lanes
 from services.worker.connector.model import LoadItem
 
 
@@ -78,10 +77,7 @@ class Copier:
         for slot in slots:
             self._arena.payload_address(slot)
         self._lanes.wait(self._lanes.save, after)
-        found: list[int] = []
-        for piece in _batches(self._lanes.save, blocks, slots):
-            found.extend(piece)
-        return found
+        return list(self._lanes.save.move(blocks, slots, True))
 
     def load(self, items: Sequence[LoadItem], after: Any = None) -> list[bool]:
         """Copies slots into G1 blocks; for each, whether G1 now holds just what was asked for.
@@ -97,12 +93,9 @@ class Copier:
         self._lanes.wait(self._lanes.load, after)
         blocks = [item.block for item in there]
         slots = [item.slot.index for item in there]
-        verdicts: list[bool] = []
-        for sums in _batches(self._lanes.load, blocks, slots):
-            for found in sums:
-                verdicts.append(self._is(there[len(verdicts)], found))
-        answers = iter(verdicts)
-        return [ok and next(answers) for ok in good]
+        found = self._lanes.load.move(blocks, slots, self._verify)
+        verdicts = iter([self._is(item, total) for item, total in zip(there, found, strict=True)])
+        return [ok and next(verdicts) for ok in good]
 
     def _is(self, item: LoadItem, found: int) -> bool:
         if not self._verify:
@@ -121,18 +114,6 @@ class Copier:
     def close(self) -> None:
         """Lets go of cache and arena (and of the arena's registration with the GPU)."""
         self._lanes.close()
-
-
-def _batches(lane: Lane, blocks: Sequence[int], slots: Sequence[int]) -> Iterator[list[int]]:
-    """Runs pieces through the lane; yields each one's checksums as soon as it is over."""
-    running: deque[Finish] = deque()
-    for at in range(0, len(blocks), lane.batch_blocks):
-        end = at + lane.batch_blocks
-        running.append(lane.begin(blocks[at:end], slots[at:end]))
-        if len(running) >= lane.depth:
-            yield running.popleft()()
-    while running:
-        yield running.popleft()()
 
 
 def _gpu_lanes(

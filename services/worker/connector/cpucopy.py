@@ -15,7 +15,7 @@ import xxhash
 
 from services.common.arena import Arena
 from services.worker.connector.cachelayout import CacheLayout
-from services.worker.connector.lanes import Finish, Lanes
+from services.worker.connector.lanes import Lanes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -63,7 +63,7 @@ class CpuCache:
             return
         to = 0
         for piece in self._pieces(block):
-            np.copyto(shard[to : to + len(piece)], np.frombuffer(piece, np.uint8))
+            np.copyto(shard[to : to + len(piece)], piece)
             to += len(piece)
 
     def copy_in(self, block: int, shard: Bytes) -> None:
@@ -74,27 +74,25 @@ class CpuCache:
             return
         at = 0
         for piece in self._pieces(block):
-            np.copyto(np.frombuffer(piece, np.uint8), shard[at : at + len(piece)])
+            np.copyto(piece, shard[at : at + len(piece)])
             at += len(piece)
 
     def checksum(self, block: int) -> int:
         """XXH3-64 over the block's bytes in G1, in layer order."""
         digest = xxhash.xxh3_64()
-        for piece in self._pieces(block):
-            digest.update(piece)
-        return digest.intdigest()
-
-    def _pieces(self, block: int) -> Iterator[memoryview]:
         offset = block * self._stride
         for memory, at, length in self._parts:
-            yield memory[at + offset : at + offset + length]
+            digest.update(memory[at + offset : at + offset + length])
+        return digest.intdigest()
+
+    def _pieces(self, block: int) -> Iterator[Bytes]:
+        offset = block * self._stride
+        for memory, at, length in self._parts:
+            yield np.frombuffer(memory, np.uint8, length, at + offset)
 
 
 class _CpuLane:
     """Block by block: a block's bytes are still in the processor's cache when they are hashed."""
-
-    batch_blocks = 1
-    depth = 1
 
     def __init__(
         self, copy: Callable[[int, Bytes], None], cache: CpuCache, arena: Arena, rank: int
@@ -104,10 +102,10 @@ class _CpuLane:
         self._arena = arena
         self._rank = rank
 
-    def begin(self, blocks: Sequence[int], slots: Sequence[int]) -> Finish:
+    def move(self, blocks: Sequence[int], slots: Sequence[int], sums: bool) -> Iterator[int]:
         for block, slot in zip(blocks, slots, strict=True):
             self._copy(block, np.frombuffer(self._arena.shard(slot, self._rank), np.uint8))
-        return lambda: [self._cache.checksum(block) for block in blocks]
+            yield self._cache.checksum(block) if sums else 0
 
 
 def cpu_lanes(

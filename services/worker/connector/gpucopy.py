@@ -8,7 +8,8 @@ tested with a device that isn't one, its speed is unmeasured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ import xxhash
 from services.common.arena import Arena
 from services.common.telemetry.logging import get_logger
 from services.worker.connector.cachelayout import CacheLayout
-from services.worker.connector.lanes import Finish, Lane, Lanes
+from services.worker.connector.lanes import Lane, Lanes
 
 log = get_logger(__name__)
 
@@ -137,9 +138,7 @@ class _Buffers:
 
 
 class _GpuLane:
-    """Batches in one direction. `_send` says which."""
-
-    depth = DEPTH
+    """Batches in one direction: `out` of the cache, or into it."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class _GpuLane:
         out: bool,
     ) -> None:
         """layers: `[blocks, words]` each. shard: a slot's words, `[layers, words]`."""
-        self.batch_blocks = batch_blocks
+        self._batch_blocks = batch_blocks
         self.stream = device.stream()
         self._layers = layers
         self._shard = shard
@@ -160,7 +159,24 @@ class _GpuLane:
         self._buffers = [_Buffers(device, shape, layers[0].dtype) for _ in range(DEPTH)]
         self._turn = 0
 
-    def begin(self, blocks: Sequence[int], slots: Sequence[int]) -> Finish:
+    def move(self, blocks: Sequence[int], slots: Sequence[int], sums: bool) -> Iterator[int]:
+        running: deque[tuple[Any, _Buffers, int]] = deque()
+        try:
+            for at in range(0, len(blocks), self._batch_blocks):
+                end = at + self._batch_blocks
+                running.append(self._begin(blocks[at:end], slots[at:end], sums))
+                if len(running) == DEPTH:
+                    yield from self._finish(*running.popleft(), sums)
+            while running:
+                yield from self._finish(*running.popleft(), sums)
+        finally:
+            # After an error: who hears of it may give the slots away.
+            for done, _, _ in running:
+                self._end(done)
+
+    def _begin(
+        self, blocks: Sequence[int], slots: Sequence[int], sums: bool
+    ) -> tuple[Any, _Buffers, int]:
         buffers = self._buffers[self._turn]
         self._turn = (self._turn + 1) % DEPTH
         count = len(blocks)
@@ -175,19 +191,27 @@ class _GpuLane:
             if not self._out:
                 for number, layer in enumerate(self._layers):
                     layer.index_copy_(0, index, staging[:, number])
-            self._gather(index, buffers.read[:count])
-            buffers.bounce[:count].copy_(buffers.read[:count], non_blocking=True)
-            done = self._device.mark()
-        return lambda: self._finish(done, buffers, count)
+            if sums:
+                self._gather(index, buffers.read[:count])
+                buffers.bounce[:count].copy_(buffers.read[:count], non_blocking=True)
+            return self._device.mark(), buffers, count
 
     def _gather(self, index: torch.Tensor, into: torch.Tensor) -> None:
         for number, layer in enumerate(self._layers):
             into[:, number].copy_(layer.index_select(0, index))
 
-    def _finish(self, done: Any, buffers: _Buffers, count: int) -> list[int]:
+    def _finish(self, done: Any, buffers: _Buffers, count: int, sums: bool) -> Iterator[int]:
         self._device.wait(done)
-        rows = buffers.bounce[:count].view(torch.uint8).numpy()
-        return [xxhash.xxh3_64_intdigest(rows[number]) for number in range(count)]
+        rows = buffers.bounce.view(torch.uint8).numpy()
+        for number in range(count):
+            yield xxhash.xxh3_64_intdigest(rows[number]) if sums else 0
+
+    def _end(self, done: Any) -> None:
+        try:
+            self._device.wait(done)
+        except RuntimeError as exc:
+            # Its context is lost, and with it whatever was under way.
+            log.error("copies failed", error=str(exc))
 
 
 def gpu_lanes(

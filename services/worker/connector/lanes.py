@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Finish = Callable[[], list[int]]
-"""Waits until a batch is copied, and returns the checksums of its blocks in G1, in order."""
-
 
 class Lane(Protocol):
-    """Moves batches in one direction. One thread at a time."""
+    """Moves blocks in one direction. One thread at a time."""
 
-    batch_blocks: int
-    """Most blocks of a batch."""
-    depth: int
-    """Batches that may be begun before the first is finished."""
+    def move(self, blocks: Sequence[int], slots: Sequence[int], sums: bool) -> Iterator[int]:
+        """Copies block i to or from slot i; yields for each, in order, once its copy is over.
 
-    def begin(self, blocks: Sequence[int], slots: Sequence[int]) -> Finish:
-        """Starts copying block i to or from slot i."""
+        What it yields is the checksum of the block's bytes in G1 after the copy; 0 without `sums`.
+        Nothing is under way any more when it has ended, whether by itself or by an error.
+        """
         ...
 
 

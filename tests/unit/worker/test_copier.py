@@ -248,15 +248,15 @@ def test_a_slot_that_is_reused_during_the_copy_is_a_miss(
 ) -> None:
     """C12: the header is looked at after the copy: before it, all was well."""
     items = rig.stored(range(3), range(3))
-    real = rig.copier._lanes.load.begin
+    real = rig.copier._lanes.load.move
 
-    def begin(blocks: Sequence[int], slots: Sequence[int]) -> Any:
-        finish = real(blocks, slots)
-        if 1 in slots:
-            rig.arena.write_header(1, replace(rig.arena.header(1), generation=4))
-        return finish
+    def move(blocks: Sequence[int], slots: Sequence[int], sums: bool) -> Iterator[int]:
+        for slot, total in zip(slots, real(blocks, slots, sums), strict=True):
+            if slot == 1:
+                rig.arena.write_header(1, replace(rig.arena.header(1), generation=4))
+            yield total
 
-    monkeypatch.setattr(rig.copier._lanes.load, "begin", begin)
+    monkeypatch.setattr(rig.copier._lanes.load, "move", move)
     assert rig.copier.load(items) == [True, False, True]
 
 
@@ -420,6 +420,16 @@ def test_an_error_of_the_device_is_no_success(late: Rig, gpu: FakeGpu) -> None:
     for call in (lambda: late.copier.load(items), lambda: late.copier.save([0], [0])):
         with pytest.raises(RuntimeError, match="illegal"):
             call()
+
+
+def test_after_an_error_nothing_is_under_way(tmp_path: Path, gpu: FakeGpu) -> None:
+    """C1: who hears of it gives the slots away, and nothing may be written to them any more."""
+    rig = Rig(tmp_path, one_storage(), partial(gpucopy.gpu_lanes, device=gpu, batch_bytes=1))
+    gpu.error = "an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal"):
+        rig.copier.save([0, 1, 2, 3], [0, 1, 2, 3])
+    # Two batches were begun when the first one's end was awaited.
+    assert gpu.waits == 2
 
 
 def test_large_arenas_are_pinned_in_pieces_of_whole_slots(late: Rig, gpu: FakeGpu) -> None:
