@@ -113,9 +113,10 @@ def stats_view(found: NodeStats) -> RenderableType:
                 str(space.granted),
             )
         parts += [Text(), spaces]
-    if any(t.tenant for t in found.tenants):
+    charged = [t for t in found.tenants if any(use.blocks for use in t.tiers)]
+    if charged:
         tenants = _table("tenant", "blocks")
-        for tenant in found.tenants:
+        for tenant in charged:
             tenants.add_row(tenant.tenant or "-", uses(tenant.tiers))
         parts += [Text(), tenants]
     if found.counters:

@@ -34,7 +34,7 @@ from services.cli.up.plan import Ports, service_specs
 from services.cli.up.run import Cluster, StopRequests, run_cluster, wait_serving
 from services.cli.up.view import LiveReporter, PlainReporter, Reporter
 
-G1_GB, G2_GB, G3_GB = 0.125, 0.25, 1.0
+G1_GB, G2_GB, G3_GB = 0.125, 0.375, 1.0
 _MAX_MODEL_LEN = 2048
 _NEW_TOKENS = 8
 _SAMPLE_S = 0.25

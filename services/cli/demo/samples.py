@@ -18,7 +18,9 @@ class Sample:
     offload_g1_g2: int
     offload_g2_g3: int
     onboard_g2_g1: int
+    """Loaded into the engine from where they lay in host memory."""
     onboard_g3_g1: int
+    """Loaded into the engine after they were read from disk."""
 
     @property
     def moved(self) -> tuple[int, int, int, int]:
@@ -33,6 +35,9 @@ def sample_of(at_s: float, worker: Mapping[str, float], stats: NodeStats) -> Sam
     def counter(name: str) -> int:
         return int(stats.counters.get(name, 0))
 
+    # All blocks reach the engine from host memory; those from disk were brought there before.
+    from_disk = counter("onboard_blocks_d2d")
+
     return Sample(
         at_s=at_s,
         g1=int(worker.get("forebay_worker_cached_blocks", 0)),
@@ -40,6 +45,6 @@ def sample_of(at_s: float, worker: Mapping[str, float], stats: NodeStats) -> Sam
         g3=tiers.get("g3", 0),
         offload_g1_g2=counter("offload_blocks_d2h"),
         offload_g2_g3=counter("offload_blocks_h2d"),
-        onboard_g2_g1=counter("onboard_blocks_h2d"),
-        onboard_g3_g1=counter("onboard_blocks_d2d"),
+        onboard_g2_g1=max(0, counter("onboard_blocks_h2d") - from_disk),
+        onboard_g3_g1=from_disk,
     )
