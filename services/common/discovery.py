@@ -14,6 +14,7 @@ from forebay.common.v1 import common_pb2
 from google.protobuf import json_format
 
 from services.common.cards import Instance, InstanceKind
+from services.common.etcd.claim import claim
 from services.common.etcd.client import EtcdClient, open_etcd
 from services.common.etcd.config import EtcdConfig
 from services.common.etcd.lease import LeasedKey, leased_key
@@ -72,6 +73,7 @@ class Discovery:
 
     def __init__(self, client: EtcdClient, cluster: str, lease_ttl_s: float) -> None:
         self._client = client
+        self._cluster = cluster
         self._root = f"/forebay/{cluster}/"
         self._lease_ttl_s = lease_ttl_s
 
@@ -112,6 +114,14 @@ class Discovery:
         key = self._key(instance)
         async with leased_key(self._client, key, _encode(instance), self._lease_ttl_s) as leased:
             yield Registration(leased)
+
+    async def claim(self, job: str, who: str, ttl_s: float) -> bool:
+        """Whether `who` is the one of this cluster that does `job` in the next `ttl_s`.
+
+        For work that two doing it does not hurt. Raises EtcdUnavailable or EtcdRefused.
+        """
+        key = f"/forebay-jobs/{self._cluster}/{job}".encode()
+        return await claim(self._client, key, who.encode(), ttl_s)
 
     def _key(self, instance: Instance) -> bytes:
         return f"{self._root}{instance.kind}/{instance.id}".encode()

@@ -32,7 +32,8 @@ from services.kvbm.readers import Readers
 from services.kvbm.server import KvbmServicer
 from services.kvbm.tiers.disk import open_disk_tier
 from services.kvbm.tiers.host import HostTier
-from services.kvbm.tiers.object import open_object_tier
+from services.kvbm.tiers.janitor import run_janitor
+from services.kvbm.tiers.object import RemoteTier, open_object_tier
 from services.kvbm.tiers.port import DiskTier, ObjectTier
 
 LINGER_S = 0.2
@@ -59,6 +60,9 @@ async def main(settings: KvbmSettings, life: Lifecycle) -> None:
         asyncio.TaskGroup() as tasks,
     ):
         loops = running.caretaker.start(tasks)
+        if isinstance(remote := running.node.remote, RemoteTier):
+            tidying = run_janitor(remote, running.instance.id, discovery)
+            loops.append(tasks.create_task(tidying, name="janitor"))
         async with discovery.registered(running.instance) as record:
             await running.rpc.set_serving(True)
             life.ready(running.instance, settings.ready_file)

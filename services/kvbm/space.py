@@ -227,6 +227,8 @@ class Space:
         await self.erase_dropped()
         if self.disk is not None:
             await self.disk.close()
+        if self.remote is not None:
+            await self.remote.close()
         self.arena.close()
 
 

@@ -41,11 +41,17 @@ class NixlCourier:
         self._asked: dict[int, asyncio.Future[str]] = {}
         self._next = 0
         self._mapped: set[int] = set()
+        self._reaping: asyncio.Task[int] | None = None
 
     @property
     def alive(self) -> bool:
         """Whether it can be asked."""
         return self._socket is not None
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended."""
+        return self._reaping is not None and self._reaping.done()
 
     async def start(self, place: S3Place) -> None:
         """Starts the process and its agent. Raises NixlFailed."""
@@ -92,15 +98,17 @@ class NixlCourier:
 
     def kill(self) -> None:
         """Ends the process, and with it whatever it was doing."""
-        if self._process is not None:
-            self._process.kill()
         self._lost("it was ended")
+        if self._process is not None and self._reaping is None:
+            self._process.kill()
+            wait = asyncio.to_thread(self._process.wait)
+            self._reaping = asyncio.create_task(wait, name="kvbm nixl-obj end")
 
     async def end(self) -> None:
         """Ends it and waits for that."""
         self.kill()
-        if self._process is not None:
-            await asyncio.to_thread(self._process.wait, _END_S)
+        if self._reaping is not None:
+            await asyncio.wait([self._reaping], timeout=_END_S)
 
     async def _ask(self, request: dict[str, object], fds: list[int] | None = None) -> None:
         if self._socket is None:

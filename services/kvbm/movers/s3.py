@@ -78,6 +78,8 @@ class S3Objects:
         self._store = _client(place, timeout_s)
         self._nixl = nixl
         self._courier: NixlCourier | None = None
+        self._former: list[NixlCourier] = []
+        """Those that are being ended."""
         self._starting: asyncio.Task[None] | None = None
         self._again_at = 0.0
         self._strikes = 0
@@ -171,6 +173,7 @@ class S3Objects:
             await asyncio.wait([self._starting])
         if self._courier is not None:
             await self._courier.end()
+        await asyncio.gather(*(courier.end() for courier in self._former))
         self._staging.close()
 
     # Moves.
@@ -273,6 +276,7 @@ class S3Objects:
         if courier is not None:
             log.warning("NIXL is given up; obstore moves objects", why=why, place=self.place)
             courier.kill()
+            self._former = [*(c for c in self._former if not c.gone), courier]
         self.name = f"obstore: nixl-obj failed ({why})"
         self._strikes = 0
 

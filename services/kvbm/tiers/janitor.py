@@ -15,8 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from services.common.etcd.claim import claim
-from services.common.etcd.client import EtcdClient
+from services.common.discovery import Discovery
 from services.common.etcd.config import EtcdRefused, EtcdUnavailable
 from services.common.telemetry.logging import get_logger
 from services.kvbm.movers.directory import PART
@@ -179,16 +178,15 @@ async def elect_by_store(objects: Objects, node: str, now: float, ttl_s: float) 
 
 
 def elector(
-    tier: RemoteTier, node: str, etcd: EtcdClient | None, cluster: str, ttl_s: float = 2 * _SWEEP_S
+    tier: RemoteTier, node: str, discovery: Discovery | None, ttl_s: float = 2 * _SWEEP_S
 ) -> Callable[[float], Awaitable[bool]]:
     """Elects by etcd; without one, or while it doesn't answer, by an object in the store."""
-    place = hashlib.sha256(tier.place.encode()).hexdigest()[:16]
-    key = f"/forebay-janitors/{cluster}/{place}".encode()
+    job = f"janitor/{hashlib.sha256(tier.place.encode()).hexdigest()[:16]}"
 
     async def elect(now: float) -> bool:
-        if etcd is not None:
+        if discovery is not None:
             try:
-                return await claim(etcd, key, node.encode(), ttl_s)
+                return await discovery.claim(job, node, ttl_s)
             except (EtcdUnavailable, EtcdRefused) as exc:
                 log.info("etcd elects no janitor; the store does", why=exc.message)
         return await elect_by_store(tier.objects, node, now, ttl_s)
@@ -196,8 +194,6 @@ def elector(
     return elect
 
 
-async def run_janitor(
-    tier: RemoteTier, node: str, *, etcd: EtcdClient | None = None, cluster: str = "default"
-) -> None:
+async def run_janitor(tier: RemoteTier, node: str, discovery: Discovery | None = None) -> None:
     """This node's part in keeping remote storage tidy, until cancelled. `node`: unique."""
-    await Janitor(tier, node, elector(tier, node, etcd, cluster)).run()
+    await Janitor(tier, node, elector(tier, node, discovery)).run()

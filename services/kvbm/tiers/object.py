@@ -64,6 +64,7 @@ class RemoteTier:
             refusal=self._refusal,
             failed=self._failed,
             used=self._note_use,
+            closed=self._closed,
         )
         await space.open()
         self._spaces[namespace] = space
@@ -85,7 +86,7 @@ class RemoteTier:
 
     async def close(self) -> None:
         """See ObjectTier."""
-        for space in self._spaces.values():
+        for space in list(self._spaces.values()):
             await space.close()
         await self.objects.close()
 
@@ -111,6 +112,10 @@ class RemoteTier:
             log.warning("remote storage is degraded", place=self.place, why=why, away=away)
         self._away = away
         self.health = Health(False, why)
+
+    def _closed(self, space: RemoteSpace) -> None:
+        if self._spaces.get(space.namespace) is space:
+            del self._spaces[space.namespace]
 
     def _note_use(self, name: str) -> None:
         if self.ttl_s and name not in self._used:

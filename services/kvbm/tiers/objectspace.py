@@ -55,6 +55,7 @@ class RemoteSpace:
         refusal: Callable[[bool], str],
         failed: Callable[[str, bool], None],
         used: Callable[[str], None],
+        closed: Callable[[RemoteSpace], None],
     ) -> None:
         self.run_blocks = run_blocks
         self.namespace = arena.namespace
@@ -66,6 +67,8 @@ class RemoteSpace:
         self._refusal = refusal
         self._failed = failed
         self._used = used
+        self._closed = closed
+        self._open = False
         self._known = Known(time.monotonic)
         self._head_bytes = head_bytes(run_blocks)
         # Heads lie in pages of their own, so that files may be read and written directly.
@@ -83,14 +86,19 @@ class RemoteSpace:
         """Announces the memory."""
         await self._objects.register(self._memory)
         await self._objects.register(self._payloads)
+        self._open = True
 
     async def close(self) -> None:
-        """Waits for what is moving (each move has its deadline), and takes the memory back."""
+        """See ObjectSpace. Idempotent; each move has its deadline."""
+        if not self._open:
+            return
+        self._open = False
         await asyncio.gather(*self._moves, return_exceptions=True)
         for task in self._waits:
             task.cancel()
         await self._objects.forget(self._memory)
         await self._objects.forget(self._payloads)
+        self._closed(self)
 
     async def find(self, keys: Sequence[bytes], timeout_s: float) -> int:
         """See ObjectSpace. A hole before the end shows at the load."""

@@ -148,6 +148,10 @@ class ObjectSpace(Protocol):
         """Deletes the runs that hold any of these blocks."""
         ...
 
+    async def close(self) -> None:
+        """Waits for what is moving, then lets go of the arena; objects stay."""
+        ...
+
 
 class ObjectTier(Protocol):
     """Remote storage (G4), shared by nodes."""

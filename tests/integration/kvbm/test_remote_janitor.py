@@ -4,14 +4,13 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from services.common.etcd.client import open_etcd
-from services.common.etcd.config import EtcdConfig
+from services.common.discovery import open_discovery
+from services.kvbm.config import KvbmSettings
 from services.kvbm.tiers.janitor import Janitor, elect_by_store, elector, run_janitor
 from tests.support.etcd import Etcd
 from tests.support.polling import until
@@ -150,10 +149,9 @@ def etcd(tmp_path: Path) -> Iterator[Etcd]:
 async def test_etcd_elects_one(etcd: Etcd, tmp_path: Path) -> None:
     """One of several for as long as it claims; another when it is gone; the store when etcd is."""
     place = Place(f"file://{tmp_path}/remote")
-    async with AsyncExitStack() as stack:
-        n = await stack.enter_async_context(node(place, tmp_path))
-        client = await stack.enter_async_context(open_etcd(EtcdConfig((etcd.endpoint,))))
-        electors = [elector(n.tier, f"n{i}", client, "test", ttl_s=1) for i in range(3)]
+    settings = KvbmSettings(etcd_endpoints=(etcd.endpoint,), cluster="test")
+    async with node(place, tmp_path) as n, open_discovery(settings) as discovery:
+        electors = [elector(n.tier, f"n{i}", discovery, ttl_s=1) for i in range(3)]
         won = await asyncio.gather(*(elect(0) for elect in electors))
         assert sum(won) == 1
         holder = electors[won.index(True)]
