@@ -19,26 +19,40 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Self
 
-import xxhash
+from services.common.slots import (
+    HEADER_BYTES,
+    MAX_RANKS,
+    NO_KEY,
+    CorruptHeader,
+    SlotHeader,
+    SlotState,
+    checksum,
+    is_block,
+)
+
+__all__ = [
+    "HEADER_BYTES",
+    "MAX_RANKS",
+    "NO_KEY",
+    "PAGE",
+    "Arena",
+    "ArenaError",
+    "CorruptHeader",
+    "Geometry",
+    "SlotHeader",
+    "SlotState",
+    "amount",
+    "checksum",
+]
 
 PAGE = 4096
-MAX_RANKS = 8
-HEADER_BYTES = 256
-NO_KEY = bytes(32)
 _MAGIC = b"FBARENA1"
 _FILE = struct.Struct("<8s32sQQQQQQ")
 """Magic, namespace, shard bytes, ranks, slots, block size, file bytes, length of the layout."""
-_BODY = struct.Struct("<4xQ32s32sIIQQQQQQ8Q")
-_STATE = struct.Struct("<I")
 _CHECK = struct.Struct("<Q")
-_CHECK_AT = _BODY.size
-_PADDING = bytes(HEADER_BYTES - _CHECK_AT - _CHECK.size)
-_HOLDS = struct.Struct("<IQ32s36xI32xQ")
-"""What `holds` looks at: state, generation, key, number of checksums, payload bytes."""
 _CHUNK = 1 << 30
 """Bytes that are allocated or populated in one system call, so that progress can be told."""
 _MADV_POPULATE_WRITE = 23
@@ -47,27 +61,8 @@ Progress = Callable[[int, int], None]
 """Hears of (bytes done, bytes in all) of a long step, in the step's thread; may raise to end it."""
 
 
-class CorruptHeader(ValueError):
-    """A header is not what a writer of ours left there: torn, damaged or another namespace's."""
-
-
 class ArenaError(OSError):
     """An arena can't be made or mapped; says why and what would help."""
-
-
-def _is_sound(raw: bytes, namespace: bytes) -> bool:
-    (check,) = _CHECK.unpack_from(raw, _CHECK_AT)
-    return bool(
-        check == xxhash.xxh3_64_intdigest(namespace + raw[:_CHECK_AT]) and raw.endswith(_PADDING)
-    )
-
-
-def checksum(*parts: memoryview | bytes) -> int:
-    """XXH3-64 over the parts, one after the other."""
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return int(digest.intdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,90 +91,6 @@ class Geometry:
     def stride(self) -> int:
         """Bytes from one payload to the next: whole pages, for direct I/O."""
         return -(-self.payload_bytes // PAGE) * PAGE
-
-
-class SlotState(IntEnum):
-    """State of a slot as its header tells it."""
-
-    FREE = 0
-    FILLING = 1
-    SEALED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
-    """What a slot holds. Equal in memory, on disk and in objects."""
-
-    state: SlotState
-    generation: int
-    """Grows with every use of the slot; a lease of another generation is void."""
-    key: bytes = NO_KEY
-    """Full block hash, 32 bytes; zeros when the slot holds none."""
-    parent: bytes = NO_KEY
-    """Hash of the block before it; zeros for a prompt's first."""
-    position: int = 0
-    """Number of the block in its prompt."""
-    tenant: int = 0
-    """`tenant_id` of whom its bytes are charged to; 0: nobody."""
-    owner: int = 0
-    """While FILLING: attachment that may write the payload; 0: the daemon."""
-    created_ms: int = 0
-    """Unix time of the seal."""
-    expires_ms: int = 0
-    """Unix time after which it is void; 0: never."""
-    payload_bytes: int = 0
-    checksums: tuple[int, ...] = ()
-    """XXH3-64 of each rank's shard."""
-
-    def pack(self, namespace: bytes) -> bytes:
-        """The header's 256 bytes, bound to the namespace."""
-        sums = self.checksums + (0,) * (MAX_RANKS - len(self.checksums))
-        body = _BODY.pack(
-            self.generation,
-            self.key,
-            self.parent,
-            self.position,
-            len(self.checksums),
-            self.tenant,
-            self.owner,
-            self.created_ms,
-            self.expires_ms,
-            self.payload_bytes,
-            0,
-            *sums,
-        )
-        raw = _STATE.pack(self.state) + body[4:]
-        # The state is part of the check: no flipped bit, nor half a write, makes a slot SEALED.
-        return (raw + _CHECK.pack(checksum(namespace, raw))).ljust(HEADER_BYTES, b"\0")
-
-    @classmethod
-    def unpack(cls, raw: bytes | memoryview, namespace: bytes) -> Self:
-        """Reads a header. Raises CorruptHeader when anything about it is doubtful."""
-        raw = bytes(raw)
-        if len(raw) != HEADER_BYTES:
-            raise CorruptHeader(f"{len(raw)} bytes instead of {HEADER_BYTES}")
-        if not any(raw):
-            return cls(SlotState.FREE, 0)
-        if not _is_sound(raw, namespace):
-            raise CorruptHeader("the header's checksum does not fit")
-        (state,) = _STATE.unpack_from(raw)
-        generation, key, parent, position, ranks, *rest = _BODY.unpack_from(raw)
-        tenant, owner, created_ms, expires_ms, payload_bytes, _, *sums = rest
-        if state not in (0, 1, 2) or ranks > MAX_RANKS:
-            raise CorruptHeader("the header's values make no sense")
-        return cls(
-            SlotState(state),
-            generation,
-            key,
-            parent,
-            position,
-            tenant,
-            owner,
-            created_ms,
-            expires_ms,
-            payload_bytes,
-            tuple(sums[:ranks]),
-        )
 
 
 class Arena:
@@ -249,8 +160,9 @@ class Arena:
             # Whole pages of the file system: on hugetlbfs these are larger, and nothing else maps.
             space = os.fstatvfs(fd)
             length = _pages(size, space.f_bsize)
-            if length > space.f_bavail * space.f_frsize:
-                # At once, and not when all that is left has been taken.
+            if space.f_blocks and length > space.f_bavail * space.f_frsize:
+                # At once, and not when all that is left has been taken. (No blocks: no bound known,
+                # as on hugetlbfs without one.)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # Never sparse: a hole that can't be filled later is a SIGBUS in whoever touches it.
             for at in range(0, length, _CHUNK):
@@ -347,15 +259,14 @@ class Arena:
         copy: what was sealed then under this generation was so when the copy began.
         """
         at = self._header_at(slot)
-        raw = bytes(self._view[at : at + HEADER_BYTES])
-        # Not by way of `header`, which takes several times as long: this is asked of every block.
-        return _HOLDS.unpack_from(raw) == (
-            SlotState.SEALED,
+        return is_block(
+            bytes(self._view[at : at + HEADER_BYTES]),
+            self.namespace,
             generation,
             key,
             self.geometry.ranks,
             self.geometry.payload_bytes,
-        ) and _is_sound(raw, self.namespace)
+        )
 
     def write_header(self, slot: int, header: SlotHeader) -> None:
         """Writes a header. Who reads it half-written finds it corrupt, which is a miss."""

@@ -197,7 +197,9 @@ class HostTier:
                 break
             if not in_use(other):
                 await self._retire(other, retire)
-        room = min(share, self._budget - self.used_bytes)
+        page = await asyncio.to_thread(self._page)
+        # Whole pages: a file that was rounded up would be beyond the budget at the next start.
+        room = min(share, self._budget - self.used_bytes) // page * page
         slots = Arena.fitting(geometry, room)
         if not slots or room < share // _LEAST_PART:
             raise ArenaError(
@@ -212,8 +214,11 @@ class HostTier:
         self._arenas[namespace] = arena
         return arena
 
-    def _create(self, path: Path, namespace: bytes, geometry: Geometry, slots: int) -> Arena:
+    def _page(self) -> int:
         private_directory(self._directory)
+        return os.statvfs(self._directory).f_bsize
+
+    def _create(self, path: Path, namespace: bytes, geometry: Geometry, slots: int) -> Arena:
         size = Arena.size(geometry, slots)
         self._available(self._directory).check(size)
         began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def memory_available(
 ) -> Available:
     """What the machine says now. A reserve for everybody else is taken off already."""
     space = os.statvfs(directory)
-    free = space.f_bavail * space.f_frsize
+    # A file system without a size, as hugetlbfs may be, says no at the allocation.
+    free = space.f_bavail * space.f_frsize if space.f_blocks else sys.maxsize
     if space.f_bsize >= _HUGE:
         # hugetlbfs: its pages were set aside before.
         return Available(directory, free, None)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,21 @@ async def test_a_namespace_gets_what_its_share_holds(host: HostTier, tmp_path: P
     assert host.used_bytes > 8 * MIB - PAGE - 256
     assert await host.open(A, GEOMETRY, nobody) is arena
     assert [a.namespace for a in host.arenas] == [A]
+
+
+async def test_huge_pages_are_whole_within_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L8, R1: what is rounded up to 2 MiB must not be too large for its own budget next time."""
+    real = os.statvfs(tmp_path)
+    values = {name: getattr(real, name) for name in dir(real) if name.startswith("f_")}
+    huge = SimpleNamespace(**{**values, "f_bsize": 2 * MIB})
+    for name in ("statvfs", "fstatvfs"):
+        monkeypatch.setattr(os, name, lambda place: huge)
+    tier = HostTier(tmp_path, 7 * MIB, available=plenty)
+    assert (await tier.open(A, GEOMETRY, nobody)).length == 6 * MIB
+    await tier.close()
+    assert len((await reopened(tmp_path, 7 * MIB))[1]) == 1
 
 
 async def test_shares_divide_the_budget(tmp_path: Path) -> None:
