@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import random
 import resource
@@ -69,6 +70,18 @@ def test_a_header_comes_back_as_it_was_written(header: SlotHeader, namespace: by
     raw = header.pack(namespace)
     assert len(raw) == HEADER_BYTES
     assert SlotHeader.unpack(raw, namespace) == header
+
+
+def test_headers_and_checksums_are_the_same_everywhere() -> None:
+    """I1, I2: nothing of one process is in them, so that others, and later versions, read them."""
+    assert hashlib.sha256(SEALED.pack(SPACE)).hexdigest() == (
+        "754de97b5f99991fac285cfd1e2aa6d9b110bcc95ba23260b9bc9fb2f8573624"
+    )
+    assert (
+        checksum(b"forebay", bytes(1000))
+        == checksum(b"fore", b"bay" + bytes(1000))
+        == 17562125866376825611
+    )
 
 
 def test_no_flipped_bit_of_a_header_passes() -> None:
