@@ -352,10 +352,21 @@ class Catalog:
         """Ends an owner's pin of a prefix, or (None) all of its pins; how many."""
         return self._pins.unpin(key, owner)
 
-    def clear(self, select: Selection, now_ms: int, *, dry_run: bool = False) -> Cleared:
-        """Forgets what is selected, or only counts it. See clearing.py."""
+    def clear(
+        self,
+        select: Selection,
+        now_ms: int,
+        *,
+        dry_run: bool = False,
+        limit: int | None = None,
+    ) -> Cleared:
+        """Forgets what is selected, or only counts it. See clearing.py.
+
+        With a limit about so many copies go by one call, and `more` tells to call again: so a
+        large tier is cleared without keeping everybody else waiting.
+        """
         self._stock.at(now_ms)
-        return clear(self._stock, self._copies, select, dry_run=dry_run)
+        return clear(self._stock, self._copies, select, dry_run=dry_run, limit=limit)
 
     # Questions.
 

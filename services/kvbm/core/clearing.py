@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from services.common.events.model import Tier
 from services.kvbm.core.blocks import Block
 from services.kvbm.core.copies import Copies
@@ -11,10 +13,12 @@ from services.kvbm.core.stock import Stock
 _ALL = frozenset({Tier.G2, Tier.G3, Tier.G4})
 
 
-def clear(stock: Stock, copies: Copies, select: Selection, *, dry_run: bool) -> Cleared:
-    """Forgets the copies that are selected, or only counts them.
+def clear(
+    stock: Stock, copies: Copies, select: Selection, *, dry_run: bool, limit: int | None
+) -> Cleared:
+    """Forgets copies that are selected, about `limit` of them, or only counts them all.
 
-    From this call on nobody finds them, nor does anything that was under way at that time bring
+    From this call on nobody finds those, nor does anything that was under way at that time bring
     them back; readers finish unharmed. What is saved anew afterwards is a new block.
     """
     tiers = _ALL if select.tiers is None else select.tiers
@@ -22,11 +26,15 @@ def clear(stock: Stock, copies: Copies, select: Selection, *, dry_run: bool) -> 
     counts: dict[Tier, int] = {tier: 0 for tier in (Tier.G2, Tier.G3, Tier.G4) if tier in tiers}
     leased = 0
     remote: list[bytes] = []
+    left = math.inf if limit is None or dry_run else limit
     for block in chosen:
+        if left <= 0:
+            break
         for tier, meta in list(block.metas()):
             if tier not in tiers or select.tenant not in (None, meta.tenant):
                 continue
             counts[tier] += 1
+            left -= 1
             held = block.held(tier)
             if held is None:
                 remote.append(block.key)
@@ -39,7 +47,7 @@ def clear(stock: Stock, copies: Copies, select: Selection, *, dry_run: bool) -> 
     if not dry_run:
         keys = {block.key for block in chosen} if select.prefix is not None else None
         copies.void(lambda copy: _selects(select, tiers, keys, copy))
-    return Cleared(counts, leased, tuple(remote))
+    return Cleared(counts, leased, tuple(remote), more=left <= 0)
 
 
 def _chosen(stock: Stock, select: Selection) -> list[Block]:

@@ -145,6 +145,8 @@ class Cleared:
     """Those of them whose slots come back when their last reader ends."""
     remote: tuple[bytes, ...] = ()
     """Blocks to erase from G4."""
+    more: bool = False
+    """Some are left: the limit of the call was reached."""
 
 
 @dataclass(frozen=True, slots=True)

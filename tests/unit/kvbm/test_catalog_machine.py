@@ -78,8 +78,17 @@ class CatalogMachine(RuleBasedStateMachine):
         g3=st.integers(0, 4),
         limited=st.booleans(),
         share=st.sampled_from([0.0, 0.5, 1.0]),
+        prompt=st.sampled_from(PROMPTS),
     )
-    def start(self, ranks: int, g2: int, g3: int, limited: bool, share: float) -> None:
+    def start(
+        self,
+        ranks: int,
+        g2: int,
+        g3: int,
+        limited: bool,
+        share: float,
+        prompt: list[BlockMeta],
+    ) -> None:
         self.ranks, self.sizes = ranks, {G2: g2, G3: g3}
         self.limits = LIMITS if limited else {}
         self.share = share
@@ -99,6 +108,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.expiry: dict[tuple[Tier, bytes], int] = {}
         self.may_go: set[bytes] | None = set()
         """Blocks that this step may take away; None: any that nobody needs."""
+        self.save(prompt, 5, OWNERS[0], 0)
 
     def new(self) -> Catalog:
         return catalog(
@@ -185,9 +195,35 @@ class CatalogMachine(RuleBasedStateMachine):
         ttl=st.sampled_from([0, 0, 3, 30]),
     )
     def commit(self, data: st.DataObject, block: bytes, rank: int, ttl: int) -> None:
-        ref = data.draw(st.sampled_from(list(self.granted)))
+        self.fill(data.draw(st.sampled_from(list(self.granted))), block, rank % self.ranks, ttl)
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        count=st.integers(1, 5),
+        owner=st.sampled_from(OWNERS),
+        ttl=st.sampled_from([0, 0, 40]),
+    )
+    def save(self, prompt: list[BlockMeta], count: int, owner: Owner, ttl: int) -> None:
+        """What an engine does after a prefill."""
+        for meta in prompt[:count]:
+            if self.cat.slot(G2, meta.key) is None:
+                ref = next((r for r, g in self.granted.items() if self.untouched(g, owner)), None)
+                if ref is None:
+                    self.grant(owner, 2)
+                    ref = next(
+                        (r for r, g in self.granted.items() if self.untouched(g, owner)), None
+                    )
+                if ref is None:
+                    return
+                for rank in range(self.ranks):
+                    self.fill(ref, meta.key, rank, ttl)
+
+    @staticmethod
+    def untouched(grant: Granted, owner: Owner) -> bool:
+        return grant.owner == owner and not grant.ranks
+
+    def fill(self, ref: SlotRef, block: bytes, rank: int, ttl: int) -> None:
         grant = self.granted[ref]
-        rank %= self.ranks
         now = self.tick()
         meta = replace(BLOCKS[block], created_ms=now, expires_ms=now + ttl if ttl else 0)
         if rank not in grant.ranks:
@@ -337,6 +373,9 @@ class CatalogMachine(RuleBasedStateMachine):
         way=st.sampled_from([(G2, G3), (G3, G2), (G2, G4), (G3, G4), (G4, G2)]),
     )
     def begin(self, block: bytes, way: tuple[Tier, Tier]) -> None:
+        self.start_copy(block, way)
+
+    def start_copy(self, block: bytes, way: tuple[Tier, Tier]) -> int | None:
         source, target = way
         busy = set(self.writers())
         self.may_go = None
@@ -360,11 +399,26 @@ class CatalogMachine(RuleBasedStateMachine):
         if copy is not None and target is G3 and copy.target_slot is not None:
             free = SlotHeader(SlotState.FREE, copy.target_slot.generation - 1)
             self.shell.headers[G3, copy.target_slot.index] = free
+        return copy.id if copy is not None else None
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        way=st.sampled_from([(G2, G3), (G2, G3), (G3, G2), (G2, G4), (G4, G2)]),
+        fails=st.integers(0, 8),
+    )
+    def move(self, prompt: list[BlockMeta], way: tuple[Tier, Tier], fails: int) -> None:
+        """What the daemon does with a prompt's blocks."""
+        began = [id for meta in prompt if (id := self.start_copy(meta.key, way)) is not None]
+        for number, id in enumerate(began):
+            self.finish_copy(id, number != fails)
 
     @precondition(lambda self: self.copies)
     @rule(data=st.data(), ok=st.booleans())
     def end(self, data: st.DataObject, ok: bool) -> None:
-        copy, taken = self.copies.pop(data.draw(st.sampled_from(list(self.copies))))
+        self.finish_copy(data.draw(st.sampled_from(list(self.copies))), ok)
+
+    def finish_copy(self, id: int, ok: bool) -> None:
+        copy, taken = self.copies.pop(id)
         key, target, header = copy.meta.key, copy.target, None
         now = self.tick()
         if copy.source_slot is not None:
@@ -512,6 +566,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     # Restart.
 
+    @precondition(lambda self: len(self.shell.told[G2]) >= 3)
     @rule(dead=st.sets(st.sampled_from(OWNERS)))
     def restart(self, dead: set[Owner]) -> None:
         """kill -9 of the daemon, and of some engines: headers are all that is left."""

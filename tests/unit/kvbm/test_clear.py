@@ -103,3 +103,19 @@ def test_a_slot_that_will_be_filled_is_not_the_clears() -> None:
     cat.clear(Selection(), 2)
     assert cat.commit(ENGINE, ref, 0, meta, 1, 3) == "stored"
     cat.check_invariants()
+
+
+def test_a_large_clear_goes_in_steps() -> None:
+    """H8: nobody waits for all of it."""
+    cat, metas = catalog(40, 20), [m for name in "abcdef" for m in chain(name, 6, 1)]
+    save(cat, metas)
+    copy_down(cat, metas[:10])
+    select, cleared, steps = Selection(tenant=1), 0, 0
+    assert cat.clear(select, 30, dry_run=True, limit=7).blocks == {G2: 36, G3: 10, G4: 0}
+    more = True
+    while more:
+        step = cat.clear(select, 30, limit=7)
+        cleared, more, steps = cleared + sum(step.blocks.values()), step.more, steps + 1
+        assert sum(step.blocks.values()) <= 8
+        cat.check_invariants()
+    assert cleared == 46 and 6 <= steps <= 8 and not list(cat.blocks())
