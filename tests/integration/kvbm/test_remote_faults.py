@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,11 @@ def ended(pid: int) -> bool:
     except FileNotFoundError:
         return True
     return stat.rpartition(") ")[2][0] in "ZX"
+
+
+def ran(*command: str) -> bool:
+    """Whether the command succeeded."""
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 async def nothing_works_and_nothing_waits(n: Node, keys: list[bytes]) -> None:
@@ -240,6 +246,28 @@ async def test_a_folder_that_is_deleted(tmp_path: Path) -> None:
         shutil.rmtree(folder.parent)
         await n.space.store(n.fill(chain("more", RUN)), 5)
         assert not (await n.tier.probe()).ok and not folder.parent.exists()
+
+
+async def test_a_mount_that_goes(tmp_path: Path) -> None:
+    """Nothing is written beside a file system that is away; when it is back, all is there."""
+    mount, keys = tmp_path / "mnt", chain("mount", RUN)
+    mount.mkdir()
+    kept = tmp_path / "kept"
+    if not ran("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)):
+        pytest.skip("mounting is not permitted here")
+    try:
+        async with node(Place(f"file://{mount}/remote"), tmp_path) as n:
+            await n.store(keys)
+            kept.mkdir()
+            assert ran("mount", "--move", str(mount), str(kept))
+            assert (await n.space.store(n.fill(chain("more", RUN)), 5)).errors[0] is not None
+            assert not (await n.tier.probe()).ok and list(mount.iterdir()) == []
+            assert ran("mount", "--move", str(kept), str(mount))
+            await healthy(n.tier)
+            assert (await n.load(keys, range(RUN))).errors == [None] * RUN
+    finally:
+        for path in (kept, mount):
+            ran("umount", "-l", str(path))
 
 
 async def test_a_folder_that_hangs(tmp_path: Path) -> None:

@@ -205,6 +205,18 @@ async def test_no_corrupt_object_is_ever_served(place: Place, tmp_path: Path) ->
 
 
 @without_nixl
+async def test_blocks_that_continue_another_chain_are_refused(place: Place, tmp_path: Path) -> None:
+    """C4: all is sound in itself, but it does not follow what was asked for."""
+    keys = chain("parents", 2 * RUN)
+    async with node(place, tmp_path) as a:
+        first, *rest = a.fill(keys)[RUN:]
+        wrong = replace(first, header=replace(first.header, parent=os.urandom(32)))
+        assert (await a.space.store([wrong, *rest], 5)).errors == [None] * RUN
+        error, *others = (await a.load(keys, range(RUN, 2 * RUN))).errors
+        assert error is not None and error.startswith("corrupt") and others == [None] * (RUN - 1)
+
+
+@without_nixl
 async def test_corruption_of_one_block_costs_that_block(place: Place, tmp_path: Path) -> None:
     keys = chain("one", RUN)
     async with node(place, tmp_path) as a:

@@ -145,6 +145,25 @@ async def test_a_silent_store_costs_the_deadline_once(fake: tuple[Node, MemoryOb
     assert (await node.store(keys))[2].errors == [None] * RUN
 
 
+async def test_a_failure_says_nothing_about_what_is_there(
+    fake: tuple[Node, MemoryObjects],
+) -> None:
+    """A load or store that the network ended is not remembered as an answer."""
+    node, objects = fake
+    keys = chain("network", 2 * RUN)
+    await node.store(keys[:RUN])
+    away = StoreError("gone", away=True)
+    objects.trouble = lambda verb, key: away if verb in ("get", "put") else None
+    assert (await node.load(keys, range(RUN))).errors == ["away: gone"] * RUN
+    assert (await node.tier.probe()).ok
+    stored = await node.space.store(node.fill(keys)[RUN:], 5)
+    assert stored.errors == ["away: gone"] * RUN
+    objects.trouble = lambda verb, key: None
+    assert (await node.tier.probe()).ok
+    await (await another(node, objects)).store(keys)
+    assert await node.space.find(keys, 5) == 2 * RUN
+
+
 async def test_refused_writes_leave_reads_alone(fake: tuple[Node, MemoryObjects]) -> None:
     node, objects = fake
     keys = chain("refused", 2 * RUN)
