@@ -174,5 +174,6 @@ async def _remote(stack: AsyncExitStack, settings: KvbmSettings) -> ObjectTier |
             ttl_s=settings.remote_ttl_s,
             nixl=settings.nixl,
             file_mover=None,
+            direct=settings.direct_io,
         )
     )

@@ -137,8 +137,12 @@ async def open_object_tier(
     ttl_s: float,
     nixl: bool,
     file_mover: FileMover | None,
+    direct: bool = True,
 ) -> AsyncIterator[RemoteTier]:
     """The remote storage at `url`, s3://bucket/prefix or file:///folder.
+
+    Of a folder: `file_mover` moves its files (None: one of its own), `direct` whether to bypass the
+    page cache where that works.
 
     One that doesn't work starts degraded. Raises ValueError for a URL of another kind.
     """
@@ -149,7 +153,7 @@ async def open_object_tier(
         async def open_mover() -> FileMover:
             if file_mover is not None:
                 return file_mover
-            return await open_file_mover(nixl=nixl, direct=False, gds=False, folder=folder)
+            return await open_file_mover(nixl=nixl, direct=direct, gds=False, folder=folder)
 
         objects: Objects = DirectoryObjects(folder, open_mover, owned=file_mover is None)
     elif parts.scheme == "s3" and parts.netloc:
