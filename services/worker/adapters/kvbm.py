@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 from forebay.kvbm.v1 import kvbm_pb2_grpc
 
+from services.common.errors import ForebayError
 from services.common.rpc.channel import open_channel
 from services.common.rpc.errors import translate
 from services.common.telemetry.logging import get_logger
@@ -26,8 +27,11 @@ from services.worker.core.breaker import Breaker
 from services.worker.ports import Question
 
 RELEASE_TIMEOUT_S = 2.0
-RELEASES_LIMIT = 256
-"""Releases on their way at once; more are left to expire by themselves."""
+LATE_S = 5.0
+"""So long an answer is still heard that nobody waits for any more."""
+TASKS_LIMIT = 256
+"""Calls on their way at once beyond which leases are left to expire by themselves."""
+T = TypeVar("T")
 log = get_logger(__name__)
 
 
@@ -42,7 +46,7 @@ class KvbmClient:
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._breaker = Breaker()
-        self._releases: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def look_up(self, question: Question) -> Mapping[str, Any]:
         """What the engine is to know of a request's blocks, as `kv_transfer_params`."""
@@ -66,34 +70,58 @@ class KvbmClient:
             recompute_block_s=question.recompute_block_s,
             wait_s=question.wait_s,
         )
+        # A call of its own: who stops waiting for it still hears of the lease that it brings.
+        call = self._spawn(self._call(request))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await self._stub.Lookup(request, timeout=self._timeout_s)
+            await asyncio.wait({call}, timeout=self._timeout_s)
         except asyncio.CancelledError:
-            self._breaker.succeeded()  # says nothing; a trial must not be left open
+            self._breaker.cancelled()
+            call.add_done_callback(self._late)
             raise
-        except TimeoutError:
+        if not call.done():
+            call.add_done_callback(self._late)
             self._failed("timeout")
             return terms
-        except grpc.RpcError as exc:
-            error = translate(exc)
-            if error.reason == "NAMESPACE_UNKNOWN":
+        answer = call.result()
+        if isinstance(answer, ForebayError):
+            if answer.reason == "NAMESPACE_UNKNOWN":
                 self._succeeded("unknown", now_s)
             else:
-                late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-                self._failed("timeout" if late else "failed")
+                self._failed("failed")
             return terms
         self._succeeded("hit" if answer.lease else "miss", now_s)
         return terms_of(answer, terms, question.have, now_s)
 
+    async def _call(self, request: pb.LookupRequest) -> pb.LookupResponse | ForebayError:
+        try:
+            answer: pb.LookupResponse = await self._stub.Lookup(
+                request, timeout=max(self._timeout_s, LATE_S)
+            )
+        except grpc.RpcError as exc:
+            return translate(exc)
+        return answer
+
+    def _late(self, call: asyncio.Task[Any]) -> None:
+        """An answer that nobody waits for: its lease is given back."""
+        answer = None if call.cancelled() else call.result()
+        if isinstance(answer, pb.LookupResponse) and answer.lease:
+            self._give_back(answer.lease)
+
     def release(self, params: Mapping[str, Any]) -> None:
         """Gives back the lease of a request that never reached the engine, if it has one."""
         terms = from_params(params)
-        if terms is None or terms.lease is None or len(self._releases) >= RELEASES_LIMIT:
-            return
-        task = asyncio.create_task(self._release(terms.lease.id), name="release a lease")
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        if terms is not None and terms.lease is not None:
+            self._give_back(terms.lease.id)
+
+    def _give_back(self, lease: int) -> None:
+        if len(self._tasks) < TASKS_LIMIT:
+            self._spawn(self._release(lease))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work, name="kvbm call")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _release(self, lease: int) -> None:
         request = pb.ReleaseRequest(leases=[pb.LoadReport(lease=lease)])
@@ -103,9 +131,11 @@ class KvbmClient:
             log.info("a lease is left to expire", error=translate(exc).message)
 
     async def close(self) -> None:
-        """Waits for releases on their way."""
-        if self._releases:
-            await asyncio.wait(self._releases, timeout=RELEASE_TIMEOUT_S)
+        """Waits for what is on its way, but not long."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=RELEASE_TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
 
     def _succeeded(self, outcome: str, began_s: float) -> None:
         if self._breaker.open:

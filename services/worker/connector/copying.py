@@ -214,9 +214,8 @@ class CopyThread:
         try:
             if self._copier is not None and order.items:
                 results = list(self._copier.load(order.items, after))
-                good = next((i for i, ok in enumerate(results) if not ok), len(results))
-                if good < len(results):
-                    bad = (good,)
+                bad = tuple(i for i, ok in enumerate(results) if not ok)
+                good = bad[0] if bad else len(results)
         except Exception:  # the job's boundary: the request computes what was not loaded
             log.exception("a load failed", request=order.request)
             good = 0

@@ -513,7 +513,8 @@ class Link:
             tenant=ask.terms.tenant,
             recompute_block_s=ask.terms.recompute_block_s,
         )
-        self._call("Lookup", request, answered, timeout_s=left_s)
+        # The plan's own deadline bounds the wait; what comes later is given back.
+        self._call("Lookup", request, answered)
 
 
 def _release_request(ended: Sequence[Ended] | deque[Ended]) -> pb.ReleaseRequest:

@@ -35,6 +35,10 @@ class Breaker:
         """A call came back."""
         self._failures, self._pause_s, self._trial = 0, 0.0, False
 
+    def cancelled(self) -> None:
+        """A call's end is of no interest any more; another may be the trial."""
+        self._trial = False
+
     def failed(self, now_s: float) -> None:
         """A call did not come back, or too late."""
         self._trial = False

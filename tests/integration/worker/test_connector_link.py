@@ -237,7 +237,7 @@ async def test_promotions_are_awaited(folder: Path) -> None:
         assert [n.ready for n in s.of(Promoted)[1:]] == [None, None]
 
 
-async def test_a_question_is_answered_within_its_time_or_not_at_all(folder: Path) -> None:
+async def test_a_question_is_answered_or_said_to_be_late(folder: Path) -> None:
     fake = FakeKvbm(folder)
     async with serve_kvbm(fake) as server, side(server.port) as s:
         s.commit(await s.take(4), KEYS[:4])
@@ -248,13 +248,16 @@ async def test_a_question_is_answered_within_its_time_or_not_at_all(folder: Path
         assert found.terms.lease.first == 1
         assert len(found.terms.lease.ready) == 3
         assert (found.terms.stored, found.terms.assumed, found.terms.tenant) == (4, 1, "acme")
-        fake.delay_s = 1.0
-        began = time.monotonic()
-        quick = Ask("r", tuple(KEYS[:6]), 1, Terms(), began + 0.2)
-        s.link.send(Instructions(asks=[quick]))
+        late = Ask("r", tuple(KEYS[:6]), 1, Terms(), time.monotonic() - 1)
+        s.link.send(Instructions(asks=[late]))
         await s.until(lambda: len(s.of(Found)) == 2, "word of its end")
         assert s.of(Found)[1].terms is None
-        assert time.monotonic() - began < 0.9
+        # One that comes late is heard, so that its lease can be given back.
+        fake.delay_s = 0.3
+        slow = Ask("r", tuple(KEYS[:6]), 1, Terms(), time.monotonic() + 0.1)
+        s.link.send(Instructions(asks=[slow]))
+        await s.until(lambda: len(s.of(Found)) == 3, "the answer")
+        assert s.of(Found)[2].terms.lease is not None
 
 
 async def test_an_arena_that_can_t_be_used_is_asked_for_again(folder: Path) -> None:

@@ -199,6 +199,27 @@ async def test_a_lease_of_a_request_that_is_refused_is_given_back(tmp_path: Path
         assert fake.reports[0].loaded_blocks == 0
 
 
+async def test_leases_of_answers_that_nobody_waits_for_are_given_back(tmp_path: Path) -> None:
+    """L1: the caller left during the look-up, or the answer came after its deadline."""
+    fake = FakeKvbm(tmp_path)
+    asked = request(length=LENGTH)
+    store(fake, keys(asked)[:3])
+    async with (
+        serve_kvbm(fake) as server,
+        rig(kvbm=f"127.0.0.1:{server.port}", kvbm_timeout_s=0.1) as worker,
+    ):
+        fake.delay_s = 0.3
+        await generate(worker, asked)
+        other = request("other", length=LENGTH, salt=9)
+        store(fake, keys(other)[:2])
+        call = worker.stub.Generate(other, timeout=20)
+        await until_seen(lambda: fake.calls["Lookup"] == 2)
+        call.cancel()
+        await until_seen(lambda: len(fake.reports) == 2)
+        assert not fake.leases
+        assert await counted(worker, "timeout") == 1
+
+
 async def test_the_record_names_the_daemon_once_the_engine_is_attached(tmp_path: Path) -> None:
     fake = FakeKvbm(tmp_path)
     async with serve_kvbm(fake) as server, rig(kvbm=f"127.0.0.1:{server.port}") as worker:
