@@ -342,6 +342,17 @@ async def test_a_smaller_budget_keeps_the_most_recently_used(tmp_path: Path) -> 
     await tier.close()
 
 
+async def test_the_order_of_use_outlives_the_daemon(tmp_path: Path) -> None:
+    tier = HostTier(tmp_path, 8 * MIB, 0.5, available=plenty)
+    for namespace in (A, B):
+        os.utime((await tier.open(namespace, GEOMETRY, nobody)).path, (1000, 1000))
+    await tier.open(A, GEOMETRY, nobody)
+    await tier.close()
+    tier, found = await reopened(tmp_path)
+    assert [a.namespace for a in found] == [B, A]
+    await tier.close()
+
+
 async def test_purge_removes_everything(host: HostTier, tmp_path: Path) -> None:
     await host.open(A, GEOMETRY, nobody)
     (tmp_path / f"{B.hex()}.making").touch()

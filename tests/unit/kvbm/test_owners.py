@@ -139,7 +139,7 @@ def test_a_removed_file_kills_nobody(owners: Owners) -> None:
 def test_the_next_daemon_takes_over(tmp_path: Path, clock: Clock) -> None:
     """L7, R1: after a kill -9 of the daemon, engines that live keep their slots; others don't."""
     first = Owners(tmp_path, clock=clock)
-    (alive, path), (gone, other), (never, _) = first.new(), first.new(), first.new()
+    (alive, path), (gone, other), (never, late) = first.new(), first.new(), first.new()
     with OwnerLock(path):
         with OwnerLock(other):
             first.locked(gone)
@@ -150,6 +150,8 @@ def test_the_next_daemon_takes_over(tmp_path: Path, clock: Clock) -> None:
         assert sorted(second.known()) == sorted([alive, gone, never])
         assert second.locked(alive)
         assert not second.dead(alive)
+        with OwnerLock(late):
+            assert not second.locked(never), "too late: its slots were free at the start"
         # At once: who was granted anything had locked before.
         assert second.dead(gone)
         assert second.dead(never)
