@@ -50,6 +50,7 @@ WORKER = Instance(
     labels={"zone": "a", "leer": ""},
     draining=True,
     dp_size=4,
+    kvbm="n1",
 )
 
 
