@@ -116,7 +116,7 @@ async def daemon(settings: KvbmSettings) -> AsyncIterator[Daemon]:
             address=settings.advertised(rpc.port),
             events_address=publisher.address,
             metrics_address=settings.advertised(metrics_port) if metrics_port else "",
-            labels={REMOTE_LABEL: settings.remote_url} if settings.remote_url else {},
+            labels={REMOTE_LABEL: shared} if (shared := settings.shared_storage) else {},
         )
         yield Daemon(instance, node, readers, caretaker, rpc)
 

@@ -130,6 +130,14 @@ class KvbmSettings(ServiceSettings):
         return int(self.disk_cache_gb * GIB)
 
     @property
+    def shared_storage(self) -> str:
+        """Names the remote storage, equal on all nodes that share it; empty: none that is known to.
+
+        A folder may be mounted on all nodes or on this one alone: that can't be told from here.
+        """
+        return f"{self.remote_endpoint}/{self.remote_url}" if self.remote_url[:3] == "s3:" else ""
+
+    @property
     def disk_folder(self) -> Path:
         """Folder of G3."""
         return Path(self.disk_cache_dir)
