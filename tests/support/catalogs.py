@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from services.common.arena import NO_KEY, SlotHeader, SlotState
 from services.common.events.model import Tier
 from services.kvbm.core.catalog import Catalog
-from services.kvbm.core.eviction import Lru
+from services.kvbm.core.eviction import Eviction, Lru
 from services.kvbm.core.model import BlockMeta, Changes, CommitResult, LeaseId, Owner, SlotRef
 from services.kvbm.core.quota import QuotaBook
 
@@ -39,13 +39,14 @@ def catalog(
     grant_limit: int = 8,
     pin_share: float = 0.5,
     quota: QuotaBook | None = None,
+    policy: Callable[[int], Eviction] = Lru,
 ) -> Catalog:
     count = itertools.count(1)
     return Catalog(
         {Tier.G2: g2, Tier.G3: g3},
         ranks,
         PAYLOAD,
-        {Tier.G2: Lru(g2), Tier.G3: Lru(g3)},
+        {Tier.G2: policy(g2), Tier.G3: policy(g3)},
         quota or QuotaBook(limits or {}),
         grant_limit=grant_limit,
         new_lease=lambda: LeaseId(next(count)),

@@ -134,6 +134,9 @@ class Blocks:
     """All blocks of a namespace that are here, and the missing ones before them."""
 
     def __init__(self) -> None:
+        self.most_missing = 1024
+        """Missing blocks that are known at most; beyond that chains are cut, the oldest first."""
+        self._missing: dict[bytes, None] = {}
         self._all: dict[bytes, Block] = {}
         self.get = self._all.get
         """The block of a key, be it a mere name; None: nothing is known of it."""
@@ -141,30 +144,46 @@ class Blocks:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._all.values())
 
-    def claim(self, meta: BlockMeta) -> Block:
-        """The block's entry, made and linked to the one before it if need be.
-
-        Whoever claims it puts a copy in, or calls `prune`.
-        """
+    def put(self, tier: Tier, held: Held) -> Block:
+        """A copy of a block appeared; its entry, made and linked to the one before if need be."""
+        meta = held.meta
         block = self._all.get(meta.key)
         if block is None:
             block = self._all[meta.key] = Block(meta.key, meta.position)
+        elif not block.tiers:
+            del self._missing[meta.key]
+        block.hold(tier, held)
         if block.parent is None and block.position == meta.position > 0 and meta.parent != NO_KEY:
             parent = self._all.get(meta.parent)
             if parent is None:
                 parent = self._all[meta.parent] = Block(meta.parent, meta.position - 1)
+                self._missing[meta.parent] = None
             if parent.position == block.position - 1:
                 _link(parent, block)
+                self._trim()
         return block
 
-    def prune(self, block: Block | None) -> None:
-        """Forgets a block that is nowhere and that none follows, and missing ones before it."""
+    def prune(self, block: Block) -> None:
+        """A block is nowhere any more: it is forgotten, or known by name while others follow it."""
+        self._missing[block.key] = None
+        self._forget(block)
+        self._trim()
+
+    def _forget(self, block: Block | None) -> None:
+        """Forgets a missing block that none follows, and those before it."""
         while block is not None and not block.tiers and block.first is None:
             parent = block.parent
             if parent is not None:
                 _unlink(parent, block)
-            del self._all[block.key]
+            del self._all[block.key], self._missing[block.key]
             block = parent
+
+    def _trim(self) -> None:
+        while len(self._missing) > self.most_missing:
+            oldest = self._all[next(iter(self._missing))]
+            while oldest.first is not None:
+                _unlink(oldest, oldest.first)
+            self._forget(oldest)
 
     @staticmethod
     def path(block: Block) -> list[Block]:
@@ -205,6 +224,8 @@ class Blocks:
                 assert self._all.get(child.key) is child
                 children += 1
                 before, child = child, child.after
+        assert set(self._missing) == {b.key for b in self if not b.tiers}
+        assert len(self._missing) <= self.most_missing
         assert children == sum(block.parent is not None for block in self._all.values())
 
 

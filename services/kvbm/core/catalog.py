@@ -65,7 +65,7 @@ class Catalog:
     `slots`: of G2, and of G3 if there is any. `payload_bytes`: of a block, all ranks together.
     `evictions`: one for each tier with slots. `quota` may be shared with other namespaces.
     `grant_limit`: most slots one owner may hold for filling. `pin_share`: most of a tier that pins
-    may keep. Times are Unix milliseconds and may repeat, not go back.
+    may keep. Times are Unix milliseconds; a clock that was set back does no harm.
     """
 
     def __init__(
@@ -91,8 +91,7 @@ class Catalog:
 
     def add_slots(self, tier: Tier, count: int) -> None:
         """A tier has grown by `count` empty slots, numbered on from its last."""
-        self._stock.slots[tier].add(count)
-        self._pins.resize(tier, len(self._stock.slots[tier]))
+        self._stock.add_slots(tier, count)
 
     # Start.
 
@@ -111,7 +110,7 @@ class Catalog:
         charged beyond their limits.
         """
         stock = self._stock
-        stock.at(now_ms)
+        stock.now_ms = now_ms
         slots = stock.slots[tier]
         verdict = self._judge(tier, header, alive)
         if header is None:
@@ -154,7 +153,7 @@ class Catalog:
 
     def grant(self, owner: Owner, count: int, now_ms: int) -> list[SlotRef]:
         """Empty slots of G2 to fill, up to `count` and the owner's limit; evicts if need be."""
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         return self._grants.grant(owner, count)
 
     def commit(
@@ -170,17 +169,17 @@ class Catalog:
 
         `block.checksums` is ignored. With several ranks any owner may commit its rank's shard.
         """
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         return self._grants.commit(owner, ref, rank, block, checksum)
 
     def give_back(self, owner: Owner, ref: SlotRef, now_ms: int) -> CommitResult:
         """Returns a granted slot unused: RETURNED, or FENCED when it wasn't the owner's."""
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         return self._grants.give_back(owner, ref)
 
     def release_owner(self, owner: Owner, now_ms: int) -> int:
         """All the owner's writes have ended: its slots come back (how many) and its leases end."""
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         self._leases.release_owner(owner)
         return self._grants.release_owner(owner)
 
@@ -211,7 +210,7 @@ class Catalog:
 
     def touch(self, keys: Sequence[bytes], now_ms: int) -> None:
         """A look-up has found a chain, given in order; unknown keys pass."""
-        now_ms = self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         get = self._stock.blocks.get
         g2: list[bytes] = []
         g3: list[bytes] = []
@@ -244,7 +243,7 @@ class Catalog:
         The others may join later (`lease_ready`). With an owner it ends with that owner at the
         latest.
         """
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         return self._leases.take(keys, tenant, expires_ms, owner)
 
     def lease_ready(self, lease: LeaseId) -> list[ReadyBlock]:
@@ -257,12 +256,12 @@ class Catalog:
 
     def release(self, lease: LeaseId, now_ms: int) -> bool:
         """Ends a lease; False: it had ended."""
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         return self._leases.release(lease)
 
     def expire(self, now_ms: int) -> Expired:
         """Ends leases, copies and pins whose time has come; a bounded number of them at once."""
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         leases = self._leases.expire(EXPIRE_AT_ONCE)
         blocks = self._stock.expire(EXPIRE_AT_ONCE)
         more = EXPIRE_AT_ONCE in (leases, blocks)
@@ -272,12 +271,12 @@ class Catalog:
 
     def begin_copy(self, key: bytes, source: Tier, target: Tier, now_ms: int) -> Copy | None:
         """Starts to copy a block. None: gone, there already, being copied, over quota, no room."""
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         return self._copies.begin(key, source, target)
 
     def begin_fetch(self, meta: BlockMeta, now_ms: int) -> Copy | None:
         """Starts to bring a block from G4 into G2; only key and place of `meta` need be known."""
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         return self._copies.begin_fetch(meta)
 
     def end_copy(
@@ -296,12 +295,12 @@ class Catalog:
         that went well unless its checksums were known. Not terminal (only when it failed): slots
         stay out of use until `fence_passed`.
         """
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         return self._copies.end(copy, ok, header=header, terminal=terminal)
 
     def fence_passed(self, copy: Copy, now_ms: int) -> None:
         """Nothing reads or writes a failed copy's slots any more."""
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         self._copies.fence_passed(copy)
 
     def forget(self, tier: Tier, key: bytes, now_ms: int, *, quarantine: bool = False) -> bool:
@@ -309,7 +308,7 @@ class Catalog:
 
         Its slot is used again when nobody reads it, or never, as told. Of G4: as `set_remote`.
         """
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         block = self._stock.blocks.get(key)
         if block is None or tier not in block.tiers:
             return False
@@ -342,7 +341,7 @@ class Catalog:
         None: nothing of it is here. Raises PinLimit. Blocks that people clear, that expire or that
         are lost go nevertheless.
         """
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         block = self._stock.blocks.get(key)
         path = self._stock.blocks.path(block) if block is not None else []
         here = [b for b in path if self._stock.live(b.key) is not None]
@@ -365,7 +364,7 @@ class Catalog:
         With a limit about so many copies go by one call, and `more` tells to call again: so a
         large tier is cleared without keeping everybody else waiting.
         """
-        self._stock.at(now_ms)
+        self._stock.now_ms = now_ms
         return clear(self._stock, self._copies, select, dry_run=dry_run, limit=limit)
 
     # Questions.

@@ -56,6 +56,9 @@ class Leases:
         held = self._held[id] = _Held(keys, tenant, expires_ms, owner)
         if owner is not None:
             self._owned.setdefault(owner, {})[id] = None
+        if len(self._expiries) > 1024 + 2 * len(self._held):
+            self._expiries = [(h.expires_ms, id) for id, h in self._held.items() if h is not held]
+            heapq.heapify(self._expiries)
         heapq.heappush(self._expiries, (expires_ms, id))
         self._join(held)
         return Lease(id, tuple(held.ready))

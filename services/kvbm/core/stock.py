@@ -30,6 +30,8 @@ from services.kvbm.core.slots import Slots, Use
 
 _LONG_PAST_MS = 1
 """Expiry of a block that is void though its header must still be readable."""
+_SPARE_NAMES = 1024
+"""Missing blocks that may be known beyond one for each slot."""
 _SIBLINGS = 8
 """Followers of one block that are tried on the way to the end of a chain."""
 
@@ -47,12 +49,13 @@ class Stock:
     ) -> None:
         self.slots = {tier: Slots(tier, slots.get(tier, 0)) for tier in SLOT_TIERS}
         self.blocks = Blocks()
+        self._limit_missing()
         self.pins = pins
         self.evictions = evictions
         self.quota = quota
         self.payload_bytes = payload_bytes
         self.now_ms = 0
-        """Latest time that anybody has mentioned."""
+        """The time, as was said last."""
         self.remote_blocks = 0
         """Blocks that are in G4, too."""
         self._spared = {tier: self._spares(tier) for tier in SLOT_TIERS}
@@ -64,11 +67,14 @@ class Stock:
         self._headers: dict[tuple[Tier, int], SlotHeader] = {}
         self._events: dict[Tier, dict[bytes, bool]] = {tier: {} for tier in (*SLOT_TIERS, Tier.G4)}
 
-    def at(self, now_ms: int) -> int:
-        """Notes the time; it never goes back."""
-        if now_ms > self.now_ms:
-            self.now_ms = now_ms
-        return self.now_ms
+    def add_slots(self, tier: Tier, count: int) -> None:
+        """A tier has grown."""
+        self.slots[tier].add(count)
+        self.pins.resize(tier, len(self.slots[tier]))
+        self._limit_missing()
+
+    def _limit_missing(self) -> None:
+        self.blocks.most_missing = _SPARE_NAMES + sum(len(slots) for slots in self.slots.values())
 
     # Blocks.
 
@@ -96,6 +102,9 @@ class Stock:
         if tier is Tier.G2:
             header = sealed_header(meta, ref.generation, self.payload_bytes)
             self._headers[tier, ref.index] = header
+        else:
+            # Whoever stored it wrote its header: an erasure from before would destroy that.
+            self._headers.pop((tier, ref.index), None)
 
     def restore(self, tier: Tier, ref: SlotRef, meta: BlockMeta) -> None:
         """A block was found in a slot at start. It is charged whatever the quota says."""
@@ -106,8 +115,7 @@ class Stock:
 
     def _enter(self, tier: Tier, held: Held, used_ms: int, reused: bool) -> None:
         meta = held.meta
-        block = self.blocks.claim(meta)
-        block.hold(tier, held)
+        block = self.blocks.put(tier, held)
         if used_ms > block.used_ms:
             block.used_ms = used_ms
         self.evictions[tier].add(

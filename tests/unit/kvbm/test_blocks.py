@@ -10,9 +10,7 @@ from tests.support.catalogs import chain, key, keys
 
 
 def put(blocks: Blocks, meta: BlockMeta, tier: Tier = Tier.G2) -> Block:
-    block = blocks.claim(meta)
-    block.hold(tier, Held(meta, ReadyBlock(meta.key, SlotRef(0, 1), ())))
-    return block
+    return blocks.put(tier, Held(meta, ReadyBlock(meta.key, SlotRef(0, 1), ())))
 
 
 def drop(blocks: Blocks, block: Block) -> None:
@@ -91,3 +89,21 @@ def test_whatever_an_engine_claims_there_are_no_cycles(
         for block in blocks:
             assert len(Blocks.path(block)) <= 5
             assert len(Blocks.followers(block)) <= 5
+
+
+@given(st.permutations(range(12)), st.permutations(range(12)), st.integers(0, 4))
+def test_missing_blocks_are_remembered_within_a_limit(
+    comes: list[int], goes: list[int], most: int
+) -> None:
+    blocks = Blocks()
+    blocks.most_missing = most
+    metas = [meta for name in "abc" for meta in chain(name, 4)]
+    for i in comes:
+        put(blocks, metas[i])
+        blocks.check_invariants()
+    for i in goes:
+        block = blocks.get(metas[i].key)
+        assert block is not None
+        drop(blocks, block)
+        blocks.check_invariants()
+    assert not list(blocks)

@@ -10,6 +10,7 @@ from services.common.events.model import Tier
 from services.kvbm.core.catalog import Catalog
 from services.kvbm.core.model import (
     Adopted,
+    BlockMeta,
     CommitResult,
     Owner,
     Selection,
@@ -297,10 +298,33 @@ def test_names_of_tenants() -> None:
     assert len(set(numbers)) == 3 and all(0 < n < 1 << 64 for n in numbers)
 
 
-def test_time_never_goes_back() -> None:
-    cat = catalog(4)
-    save(cat, chain("a", 1, expires_ms=50), 50)
-    cat.touch([key("?")], 5)
-    assert cat.run(keys(chain("a", 1))) == [], "void at 50, whatever is said later"
-    assert cat.expire(5).blocks == 1
+def test_a_clock_that_was_set_back_does_no_harm() -> None:
+    cat, metas = catalog(4), chain("a", 2)
+    save(cat, metas, 1_000_000)
+    lease = cat.lease(keys(metas), 0, 560, 500)
+    assert len(lease.ready) == 2 and cat.expire(501).leases == 0
+    cat.touch(keys(metas), 502)
+    save(cat, chain("b", 2), 503)
+    assert cat.expire(560).leases == 1
     cat.check_invariants()
+
+
+def test_names_of_missing_blocks_are_limited() -> None:
+    """L2: many ends of chains whose beginnings have gone keep a bounded number of names."""
+    cat = catalog(4)
+    for number in range(300):
+        parent = key((number, "missing"))
+        save(cat, [BlockMeta(key(number), parent, 7)])
+    assert len(list(cat._stock.blocks)) == 8
+    cat._stock.blocks.most_missing = 2
+    save(cat, [BlockMeta(key("x"), key("y"), 7)])
+    assert len(list(cat._stock.blocks)) == 6
+    cat.check_invariants()
+
+
+def test_an_erasure_never_follows_a_new_block() -> None:
+    cat, metas = catalog(4, 1), chain("a", 2)
+    save(cat, metas)
+    copy_down(cat, metas)
+    assert cat.tiers_of(metas[1].key) == (G2, G3), "in the slot that was another's"
+    assert [w for w in cat.take_changes().headers if w.tier is G3] == []

@@ -8,6 +8,7 @@ and judges whether that was allowed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from hypothesis.stateful import (
 from services.common.arena import SlotHeader, SlotState
 from services.common.events.model import Tier
 from services.kvbm.core.catalog import Catalog
+from services.kvbm.core.eviction import new_eviction
 from services.kvbm.core.model import (
     Adopted,
     BlockMeta,
@@ -78,6 +80,7 @@ class CatalogMachine(RuleBasedStateMachine):
         g3=st.integers(0, 4),
         limited=st.booleans(),
         share=st.sampled_from([0.0, 0.5, 1.0]),
+        kind=st.sampled_from(["default", "lru"]),
         prompt=st.sampled_from(PROMPTS),
     )
     def start(
@@ -87,11 +90,12 @@ class CatalogMachine(RuleBasedStateMachine):
         g3: int,
         limited: bool,
         share: float,
+        kind: str,
         prompt: list[BlockMeta],
     ) -> None:
         self.ranks, self.sizes = ranks, {G2: g2, G3: g3}
         self.limits = LIMITS if limited else {}
-        self.share = share
+        self.share, self.kind = share, kind
         self.cat = self.new()
         self.shell = Shell()
         self.now = 1000
@@ -118,6 +122,7 @@ class CatalogMachine(RuleBasedStateMachine):
             limits=self.limits,
             grant_limit=GRANT_LIMIT,
             pin_share=self.share,
+            policy=partial(new_eviction, kind=self.kind),
         )
 
     # What the shell and the engines do.

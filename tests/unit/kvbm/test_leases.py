@@ -86,11 +86,30 @@ def test_a_lease_on_nothing_may_wait_for_it() -> None:
         cat.lease_ready(LeaseId(99))
 
 
+def test_leases_that_were_released_leave_nothing() -> None:
+    cat = catalog()
+    for now in range(5000):
+        assert cat.release(cat.lease([key(1)], 0, now + 10**6, now).id, now)
+    assert len(cat._leases._expiries) <= 2000
+    last = cat.lease([key(1)], 0, 10**6, 5000)
+    cat.check_invariants()
+    assert cat.expire(10**6).leases == 1 and not cat.has_lease(last.id)
+
+
 def test_lease_ids_are_not_used_twice_at_a_time() -> None:
     cat = catalog()
     ids = iter([LeaseId(1), LeaseId(1), LeaseId(2)])
     cat._leases._new_lease = lambda: next(ids)
     assert [cat.lease([key(1)], 0, 100, 1).id for _ in range(2)] == [1, 2]
+
+
+def test_a_lease_is_not_ended_by_the_time_of_a_former_one() -> None:
+    cat = catalog()
+    cat._leases._new_lease = lambda: LeaseId(1)
+    assert cat.release(cat.lease([key(1)], 0, 100, 1).id, 2)
+    again = cat.lease([key(1)], 0, 200, 3)
+    assert cat.expire(100).leases == 0 and cat.has_lease(again.id)
+    assert cat.expire(200).leases == 1
 
 
 def test_forgotten_blocks_stay_as_they_are_for_who_reads_them() -> None:
