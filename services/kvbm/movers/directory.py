@@ -116,7 +116,9 @@ class DirectoryObjects:
             path, temporary = self._names(key)
             fd = self._create(temporary, 0)
             try:
-                os.write(fd, data)
+                with os.fdopen(fd, "wb", closefd=False) as file:
+                    file.write(data)
+                os.fdatasync(fd)
                 if not absent:
                     temporary.rename(path)
                     return True

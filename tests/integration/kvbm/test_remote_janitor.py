@@ -156,8 +156,8 @@ async def test_etcd_elects_one(etcd: Etcd, tmp_path: Path) -> None:
         assert sum(won) == 1
         holder = electors[won.index(True)]
         others = [elect for elect in electors if elect is not holder]
-        for _ in range(3):
-            await asyncio.sleep(0.5)
+        for _ in range(2):
+            await asyncio.sleep(0.6)
             assert await holder(0)
             assert not any([await elect(0) for elect in others])
         await until(lambda: others[0](0), within_s=10, what="another janitor", every_s=0.2)
