@@ -326,9 +326,12 @@ def demo_routing(
 
 @demo_app.command("offload")
 def demo_offload(
-    users: Annotated[int, typer.Option(min=2, max=12, help="People with a document each.")] = 6,
+    users: Annotated[int, typer.Option(min=2, max=11, help="People with a document each.")] = 5,
     visits: Annotated[int, typer.Option(min=2, help="How often each of them comes.")] = 4,
-    qps: Annotated[float, typer.Option(min=0.01, help="Visits a second.")] = 0.5,
+    qps: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Visits a second; default: by this machine's speed."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
     output: Annotated[
         Path, typer.Option("--output", "--png", help="File for the picture (PNG).")

@@ -36,8 +36,8 @@ async def test_demo_offload(tmp_path: Path) -> None:
         "tokens_equal",
     }
     assert result["tokens_equal"] is True
-    # Six documents of some 39 blocks each went down, and several came back from each tier.
-    assert result["offload_g1_g2_blocks"] >= 6 * 35
+    # Five documents of some 39 blocks each went down, and several came back from each tier.
+    assert result["offload_g1_g2_blocks"] >= 5 * 35
     assert result["offload_g2_g3_blocks"] > 0
     assert result["onboard_g2_g1_blocks"] > 30
     assert result["onboard_g3_g1_blocks"] > 30

@@ -1,11 +1,12 @@
 """`forebay demo offload`: what happens to KV blocks when the engine's own memory is too small.
 
 Several people with long documents come back at a set rate. The engine's cache (G1) holds two of
-them, host memory (G2) some more, the disk (G3) all. First with kvbm, then the same visits without;
-in float32, so that the answers can be compared token for token.
+the documents, host memory (G2) some more, the disk (G3) all. First with kvbm, then the same visits
+without; in float32, so that the answers can be compared token for token.
 """
 
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
@@ -22,10 +23,11 @@ from rich.text import Text
 
 from services.cli.adapters.http import ChatAnswer, ChatClient, metrics, open_chat
 from services.cli.adapters.kvbm import KvbmClient, open_kvbm
+from services.cli.adapters.rpc import open_worker
 from services.cli.console import stderr
 from services.cli.demo.offload_picture import draw
 from services.cli.demo.samples import Sample, sample_of
-from services.cli.demo.visits import Visit, plan_visits
+from services.cli.demo.visits import Visit, calibration_prompt, fitting_qps, plan_visits
 from services.cli.errors import CliError, RequestFailed
 from services.cli.model import Model
 from services.cli.up import caches, state
@@ -33,13 +35,15 @@ from services.cli.up.options import UpOptions
 from services.cli.up.plan import Ports, service_specs
 from services.cli.up.run import Cluster, StopRequests, run_cluster, wait_serving
 from services.cli.up.view import LiveReporter, PlainReporter, Reporter
+from services.common.errors import FailedPrecondition
 
-G1_GB, G2_GB, G3_GB = 0.125, 0.375, 1.0
+G1_GB, G2_GB, G3_GB = 0.125, 0.25, 1.0
 _MAX_MODEL_LEN = 2048
 _NEW_TOKENS = 8
 _SAMPLE_S = 0.25
 _RESTART_S = 90.0
 _SETTLE_S = 5.0
+_ANSWER_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,13 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Both legs."""
+    """Both legs. `qps`: visits a second."""
 
     visits: tuple[Visit, ...]
     on: Leg
     off: Leg
     block_size: int
+    qps: float
 
     @property
     def tokens_equal(self) -> bool:
@@ -93,18 +98,20 @@ def run_demo(
     *,
     users: int,
     visits_each: int,
-    qps: float,
+    qps: float | None,
     as_json: bool,
     output: Path,
     console: Console,
 ) -> Result:
-    """Runs it, prints a table (or JSON alone) and draws `output`. Raises CliError when it can't."""
-    visits = plan_visits(users, visits_each, qps)
+    """Runs it, prints a table (or JSON alone) and draws `output`. Raises CliError when it can't.
+
+    qps: visits a second; None: as many as this machine's engine can serve without a cache.
+    """
     progress = stderr()
     reporter: Reporter = LiveReporter(progress) if progress.is_terminal else PlainReporter(progress)
     with tempfile.TemporaryDirectory(prefix="forebay-demo-") as folder:
         try:
-            result = asyncio.run(_measure(model, Path(folder), visits, reporter))
+            result = asyncio.run(_measure(model, Path(folder), users, visits_each, qps, reporter))
         finally:
             reporter.close()
             found = state.load(Path(folder))
@@ -121,7 +128,12 @@ def run_demo(
 
 
 async def _measure(
-    model: Model, state_dir: Path, visits: Sequence[Visit], reporter: Reporter
+    model: Model,
+    state_dir: Path,
+    users: int,
+    visits_each: int,
+    qps: float | None,
+    reporter: Reporter,
 ) -> Result:
     options = UpOptions(
         state_dir=str(state_dir),
@@ -139,26 +151,43 @@ async def _measure(
     )
     stop = StopRequests()
     stop.on_signals()
-    legs: list[Leg] = []
-    block_size = 0
+    results: list[Result] = []
 
     async def serve(cluster: Cluster) -> None:
-        nonlocal block_size
         if cluster.state.caches is None:
             raise CliError("this machine has no room for the demonstration's caches")
-        reporter.note(f"{len(visits)} visits with kvbm")
         async with open_kvbm(cluster.state.of_kind("kvbm")[0].ready.address) as kvbm:
-            legs.append(await _leg(cluster, visits, kvbm))
+            rate = qps or fitting_qps(await _compute_s(cluster, kvbm))
+            visits = plan_visits(users, visits_each, rate)
+            reporter.note(f"{len(visits)} visits with kvbm, {rate:.2f} a second")
+            on = await _leg(cluster, visits, kvbm)
             (space, *_) = (await kvbm.stats()).namespaces
-            block_size = space.block_size_tokens
         await _without_kvbm(cluster, options)
         reporter.note(f"{len(visits)} visits without")
-        legs.append(await _leg(cluster, visits, None))
+        off = await _leg(cluster, visits, None)
+        results.append(Result(tuple(visits), on, off, space.block_size_tokens, rate))
 
     await run_cluster(options, reporter, stop, serve)
     if stop.asked.is_set():
         raise KeyboardInterrupt
-    return Result(tuple(visits), legs[0], legs[1], block_size)
+    return results[0]
+
+
+async def _compute_s(cluster: Cluster, kvbm: KvbmClient) -> float:
+    """Seconds to the first token of a prompt that nobody has; afterwards all caches are empty."""
+    now = cluster.state
+    async with open_chat(now.gateway_url, timeout_s=_ANSWER_S) as chat:
+        await chat.stream(now.model, "Hello!", max_tokens=2, temperature=0)  # first-time work
+        answer = await chat.stream(now.model, calibration_prompt(), max_tokens=2, temperature=0)
+    (worker,) = now.of_kind("worker")
+    async with open_worker(worker.ready.address) as client, asyncio.timeout(_SETTLE_S):
+        while True:
+            with contextlib.suppress(FailedPrecondition):  # the request is just ending
+                await client.reset_cache()
+                break
+            await asyncio.sleep(_SAMPLE_S)
+    await kvbm.clear(everything=True)
+    return answer.ttft_s
 
 
 async def _without_kvbm(cluster: Cluster, options: UpOptions) -> None:
@@ -174,7 +203,7 @@ async def _without_kvbm(cluster: Cluster, options: UpOptions) -> None:
 async def _leg(cluster: Cluster, visits: Sequence[Visit], kvbm: KvbmClient | None) -> Leg:
     now = cluster.state
     async with AsyncExitStack() as stack:
-        chat = await stack.enter_async_context(open_chat(now.gateway_url))
+        chat = await stack.enter_async_context(open_chat(now.gateway_url, timeout_s=_ANSWER_S))
         await chat.stream(now.model, "Hello!", max_tokens=2, temperature=0)  # first-time work
         began = time.monotonic()
         samples: list[Sample] = []
@@ -186,7 +215,7 @@ async def _leg(cluster: Cluster, visits: Sequence[Visit], kvbm: KvbmClient | Non
             if kvbm is not None and sampling is not None:
                 await _settle(samples)
                 sampling.cancel()
-    return Leg(tuple(answers), tuple(samples))
+    return Leg(tuple(answers), tuple(s.since(samples[0]) for s in samples))
 
 
 async def _visit_all(
@@ -244,7 +273,8 @@ def _show(result: Result, console: Console) -> None:
     console.print(table)
     told = result.to_json()
     console.print(
-        f"\nblocks of {result.block_size} tokens: G1->G2 {told['offload_g1_g2_blocks']}, "
+        f"\n{len(result.visits)} visits, {result.qps:.2f} a second; blocks of "
+        f"{result.block_size} tokens: G1->G2 {told['offload_g1_g2_blocks']}, "
         f"G2->G3 {told['offload_g2_g3_blocks']}; brought back from G2 "
         f"{told['onboard_g2_g1_blocks']}, from G3 {told['onboard_g3_g1_blocks']}"
     )

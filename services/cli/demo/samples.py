@@ -1,7 +1,7 @@
 """What the offload demonstration saw of the tiers at one moment. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.cli.adapters.kvbm import NodeStats
 
@@ -26,6 +26,16 @@ class Sample:
     def moved(self) -> tuple[int, int, int, int]:
         """All counters."""
         return self.offload_g1_g2, self.offload_g2_g3, self.onboard_g2_g1, self.onboard_g3_g1
+
+    def since(self, first: "Sample") -> "Sample":
+        """With what was moved after `first` only."""
+        return replace(
+            self,
+            offload_g1_g2=self.offload_g1_g2 - first.offload_g1_g2,
+            offload_g2_g3=self.offload_g2_g3 - first.offload_g2_g3,
+            onboard_g2_g1=self.onboard_g2_g1 - first.onboard_g2_g1,
+            onboard_g3_g1=self.onboard_g3_g1 - first.onboard_g3_g1,
+        )
 
 
 def sample_of(at_s: float, worker: Mapping[str, float], stats: NodeStats) -> Sample:

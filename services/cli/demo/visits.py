@@ -19,7 +19,10 @@ _QUESTIONS = (
     "What happens when a turbine stops in the middle of a load?",
     "Why does the station not build larger turbines?",
 )
-MOST_USERS = len(_NAMES)
+MOST_USERS = len(_NAMES) - 1
+"""One name is kept for `calibration_prompt`."""
+
+LEAST_QPS, MOST_QPS = 0.12, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,16 @@ def plan_visits(users: int, visits_each: int, qps: float, *, seed: int = 7) -> l
             prompt = f"{documents[user]}\nQuestion {number + 1}: {question}"
             visits.append(Visit(len(visits) / qps, user, number, prompt))
     return visits
+
+
+def calibration_prompt(*, seed: int = 7) -> str:
+    """A prompt as long as theirs that is nobody's, to see how long computing one takes."""
+    return f"{_document(MOST_USERS, random.Random(seed))}\nQuestion: {_QUESTIONS[0]}"
+
+
+def fitting_qps(compute_s: float) -> float:
+    """Visits a second that keep an engine which computes each prompt anew busy, not swamped."""
+    return min(MOST_QPS, max(LEAST_QPS, 0.6 / compute_s))
 
 
 def _document(user: int, rng: random.Random) -> str:

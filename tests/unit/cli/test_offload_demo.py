@@ -11,7 +11,7 @@ from services.cli.adapters.kvbm import NodeStats, TierRow
 from services.cli.demo.offload import Leg, Result
 from services.cli.demo.offload_picture import draw
 from services.cli.demo.samples import Sample, sample_of
-from services.cli.demo.visits import Visit, plan_visits
+from services.cli.demo.visits import Visit, calibration_prompt, fitting_qps, plan_visits
 from services.cli.errors import CliError
 
 
@@ -43,6 +43,15 @@ def test_visits_return_with_the_same_beginning_at_the_set_rate() -> None:
             plan_visits(*wrong)
 
 
+def test_the_rate_fits_the_machine() -> None:
+    assert fitting_qps(2.0) == pytest.approx(0.3)
+    assert (fitting_qps(0.01), fitting_qps(100.0)) == (0.5, 0.12)
+    prompt = calibration_prompt()
+    firsts = [v.prompt for v in plan_visits(11, 2, 0.5) if v.number == 0]
+    assert all(p[:60] != prompt[:60] for p in firsts)
+    assert abs(len(prompt) - len(firsts[0])) < 200
+
+
 def stats(**counters: float) -> NodeStats:
     tier = TierRow("g2", 7, 70, 100, "mmap", "ok", 0, "/a")
     return NodeStats("n", 1, (tier, replace(tier, tier="g3", blocks=9)), (), (), counters, 0)
@@ -60,6 +69,8 @@ def test_samples_tell_blocks_from_disk_apart_from_those_in_memory() -> None:
     assert (seen.g1, seen.g2, seen.g3) == (5, 7, 9)
     assert seen.moved == (20, 12, 7, 4)
     assert sample_of(0, {}, stats()).moved == (0, 0, 0, 0)
+    first = sample_of(0, {}, stats(offload_blocks_d2h=8, onboard_blocks_h2d=1))
+    assert seen.since(first).moved == (12, 12, 6, 4) and seen.since(first).g2 == 7
 
 
 def result(*tokens: str) -> Result:
@@ -68,7 +79,7 @@ def result(*tokens: str) -> Result:
     last = Sample(6.0, 2, 3, 4, 30, 20, 10, 5)
     on = Leg(tuple(answer(s, "a", "b") for s in (1.0, 0.1, 0.2)), (first, last))
     off = Leg(tuple(answer(s, *tokens) for s in (1.0, 2.0, 3.12345)))
-    return Result(visits, on, off, 32)
+    return Result(visits, on, off, 32, 0.5)
 
 
 def test_json_is_the_published_form() -> None:
