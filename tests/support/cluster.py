@@ -144,7 +144,9 @@ class Cluster:
         all_flags |= flags
         argv = [sys.executable, "-m", module]
         for key, value in all_flags.items():
-            argv += [f"--{key.replace('_', '-')}", str(value)]
+            argv.append(f"--{key.replace('_', '-')}")
+            if value is not None:  # a switch
+                argv.append(str(value))
         return argv
 
 
