@@ -123,7 +123,7 @@ class Catalog:
         else:
             slots.restore(slot, header.generation)
         if verdict not in (Adopted.ADOPTED, Adopted.QUARANTINED, Adopted.EMPTY):
-            stock.empty(tier, slot)
+            slots.changed[slot] = None
         return verdict
 
     def _judge(

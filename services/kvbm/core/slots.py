@@ -61,6 +61,8 @@ class Slots:
         """Leases and copies that read a slot now."""
         self.held: list[Held | None] = []
         """Block in the slot, while it is REGISTERED or LEAVING."""
+        self.changed: dict[int, None] = {}
+        """Slots that took a step since the shell last wrote headers."""
         self.fresh = True
         """Nothing has been taken yet, so that slots may still be restored."""
         self._free: dict[int, None] = {}
@@ -208,6 +210,7 @@ class Slots:
         if (before, use) not in _LEGAL:
             raise IllegalStep(f"{self.tier.name} slot {index}: {Use(before).name} to {use.name}")
         self.uses[index] = use
+        self.changed[index] = None
         self._counts[before] -= 1
         self._counts[use] += 1
 

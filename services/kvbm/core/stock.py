@@ -64,7 +64,6 @@ class Stock:
         with the time of use that was seen then."""
         self._expiries: list[tuple[int, Tier, int, int]] = []
         """Heap of (time, tier, slot, generation); those of blocks that went earlier among them."""
-        self._headers: dict[tuple[Tier, int], SlotHeader] = {}
         self._events: dict[Tier, dict[bytes, bool]] = {tier: {} for tier in (*SLOT_TIERS, Tier.G4)}
 
     def add_slots(self, tier: Tier, count: int) -> None:
@@ -99,12 +98,6 @@ class Stock:
         held = Held(meta, ReadyBlock(meta.key, ref, meta.checksums))
         self.slots[tier].register(ref.index, held)
         self._enter(tier, held, self.now_ms, reused)
-        if tier is Tier.G2:
-            header = sealed_header(meta, ref.generation, self.payload_bytes)
-            self._headers[tier, ref.index] = header
-        else:
-            # Whoever stored it wrote its header: an erasure from before would destroy that.
-            self._headers.pop((tier, ref.index), None)
 
     def restore(self, tier: Tier, ref: SlotRef, meta: BlockMeta) -> None:
         """A block was found in a slot at start. It is charged whatever the quota says."""
@@ -152,10 +145,6 @@ class Stock:
         self._tell(tier, block.key, there=False)
         if slots.readers[index]:
             slots.leave(index, bad=bad)
-            if tier is Tier.G2:
-                # Readers find it as it was; a daemon that starts meanwhile finds it expired.
-                header = sealed_header(held.meta, held.ready.ref.generation, self.payload_bytes)
-                self._headers[tier, index] = replace(header, expires_ms=_LONG_PAST_MS)
         else:
             self._vacate(tier, index, held, bad)
         if not block.local:
@@ -198,21 +187,11 @@ class Stock:
         slots = self.slots[tier]
         if not slots.any_free and not self._make_room(tier):
             return None
-        ref = slots.take(owner)
-        if ref is not None and tier is Tier.G2:
-            header = SlotHeader(SlotState.FILLING, ref.generation, owner=owner)
-            self._headers[tier, ref.index] = header
-        return ref
+        return slots.take(owner)
 
     def give_up(self, tier: Tier, index: int) -> None:
         """A slot that was being filled, or was quarantined, is empty again."""
         self.slots[tier].free(index)
-        self.empty(tier, index)
-
-    def empty(self, tier: Tier, index: int) -> None:
-        """Says in its header that a slot holds nothing."""
-        generation = self.slots[tier].generations[index]
-        self._headers[tier, index] = SlotHeader(SlotState.FREE, generation)
 
     def _vacate(self, tier: Tier, index: int, held: Held, bad: bool) -> None:
         self.quota.refund(held.meta.tenant, tier, self.payload_bytes)
@@ -220,7 +199,6 @@ class Stock:
             self.slots[tier].quarantine(index)
         else:
             self.slots[tier].free(index)
-        self.empty(tier, index)
 
     # Room.
 
@@ -332,15 +310,32 @@ class Stock:
 
     def take_changes(self) -> Changes:
         """All headers and news since the last call."""
-        changes = Changes(
-            [HeaderWrite(tier, slot, header) for (tier, slot), header in self._headers.items()]
-        )
-        self._headers.clear()
+        changes = Changes()
+        for tier, slots in self.slots.items():
+            for index in slots.changed:
+                header = self._header(slots, index)
+                if tier is Tier.G2 or header.state is SlotState.FREE:
+                    changes.headers.append(HeaderWrite(tier, index, header))
+            slots.changed.clear()
         for tier, events in self._events.items():
             for key, there in events.items():
                 (changes.stored if there else changes.removed).append((tier, key))
             events.clear()
         return changes
+
+    def _header(self, slots: Slots, index: int) -> SlotHeader:
+        """What the header of a slot has to say, by what the slot is used for."""
+        generation, held = slots.generations[index], slots.held[index]
+        if held is not None:
+            header = sealed_header(held.meta, generation, self.payload_bytes)
+            if slots.uses[index] == Use.LEAVING:
+                # Readers find it as it was; a daemon that starts meanwhile finds it expired.
+                header = replace(header, expires_ms=_LONG_PAST_MS)
+            return header
+        owner = slots.owner(index)
+        if owner is None:
+            return SlotHeader(SlotState.FREE, generation)
+        return SlotHeader(SlotState.FILLING, generation, owner=owner)
 
     def charges(self) -> dict[tuple[int, Tier], int]:
         """Bytes by tenant and tier of blocks that are here; copies under way are not counted."""
