@@ -103,5 +103,18 @@ class Lru:
 
 
 def new_eviction(capacity: int, kind: str = "default") -> Eviction:
-    """A policy for a tier of `capacity` blocks; `kind` is there for comparisons."""
-    return Lru(capacity)
+    """A policy for a tier of `capacity` blocks: ours, or "lru", "arc", "s3fifo" to compare with.
+
+    Raises ValueError for another kind.
+    """
+    from services.kvbm.core import foresight, rivals  # they know this module's contract
+
+    kinds: dict[str, Callable[[int], Eviction]] = {
+        "default": foresight.Foresight,
+        "lru": Lru,
+        "arc": rivals.Arc,
+        "s3fifo": rivals.S3Fifo,
+    }
+    if kind not in kinds:
+        raise ValueError(f"eviction must be one of {', '.join(kinds)}, not {kind!r}")
+    return kinds[kind](capacity)
