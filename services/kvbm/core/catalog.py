@@ -2,15 +2,16 @@
 
 Pure and synchronous. Each call decides; the shell performs what was decided (`take_changes`) before
 the next one. The parts: stock.py (blocks in slots), grants.py (engines that write), leases.py
-(engines that read), copies.py (between tiers), pins.py, clearing.py.
+(engines that read), copies.py (between tiers), pins.py, adoption.py and clearing.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from services.common.arena import NO_KEY, SlotHeader, SlotState
+from services.common.arena import SlotHeader
 from services.common.events.model import Tier
+from services.kvbm.core.adoption import adopt
 from services.kvbm.core.blocks import SLOT_TIERS, Block
 from services.kvbm.core.clearing import clear
 from services.kvbm.core.copies import Copies
@@ -35,7 +36,6 @@ from services.kvbm.core.model import (
     Selection,
     SlotRef,
     TierCounts,
-    meta_of,
 )
 from services.kvbm.core.pins import Pins
 from services.kvbm.core.quota import QuotaBook
@@ -109,45 +109,8 @@ class Catalog:
         IllegalStep. What a live owner is filling stays out of use until `release_owner`. Quotas are
         charged beyond their limits.
         """
-        stock = self._stock
-        stock.now_ms = now_ms
-        slots = stock.slots[tier]
-        verdict = self._judge(tier, header, alive)
-        if header is None:
-            # Its generation is lost: one that no count of uses has reached.
-            slots.restore(slot, now_ms)
-        elif verdict is Adopted.ADOPTED:
-            stock.restore(tier, SlotRef(slot, header.generation), meta_of(header))
-        elif verdict is Adopted.QUARANTINED:
-            slots.restore(slot, header.generation, owner=Owner(header.owner))
-        else:
-            slots.restore(slot, header.generation)
-        if verdict not in (Adopted.ADOPTED, Adopted.QUARANTINED, Adopted.EMPTY):
-            slots.changed[slot] = None
-        return verdict
-
-    def _judge(
-        self, tier: Tier, header: SlotHeader | None, alive: Callable[[int], bool]
-    ) -> Adopted:
-        if header is None:
-            return Adopted.CORRUPT
-        if header.state is SlotState.FREE:
-            return Adopted.EMPTY
-        if header.state is SlotState.FILLING:
-            filling = tier is Tier.G2 and header.owner != 0 and alive(header.owner)
-            return Adopted.QUARANTINED if filling else Adopted.INCOMPLETE
-        if (
-            header.key == NO_KEY
-            or len(header.checksums) != self._ranks
-            or header.payload_bytes != self._stock.payload_bytes
-        ):
-            return Adopted.CORRUPT
-        if 0 < header.expires_ms <= self._stock.now_ms:
-            return Adopted.EXPIRED
-        block = self._stock.blocks.get(header.key)
-        if block is not None and block.held(tier) is not None:
-            return Adopted.DUPLICATE
-        return Adopted.ADOPTED
+        self._stock.now_ms = now_ms
+        return adopt(self._stock, self._ranks, tier, slot, header, alive)
 
     # Engines that write.
 

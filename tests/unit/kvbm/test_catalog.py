@@ -57,7 +57,7 @@ def nobody(owner: int) -> bool:
     ],
 )
 def test_what_is_found_at_start(header: SlotHeader | None, verdict: Adopted) -> None:
-    """R1, K5: only what is whole is found again, and every other slot is of use again."""
+    """R1: only what is whole is found again, and every other slot is of use again."""
     cat, shell = catalog(1), Shell()
     assert cat.adopt(G2, 0, header, 1000, nobody) is verdict
     shell.apply(cat.take_changes())
