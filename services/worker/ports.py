@@ -53,6 +53,8 @@ class Question:
     """Seconds the engine takes to compute a block; 0: not known."""
     wait_s: float = 0.0
     """Seconds that the request will wait anyway."""
+    tenant: str = ""
+    """On whose account its blocks are kept; empty: nobody's."""
 
 
 class Tiers(Protocol):

@@ -271,6 +271,7 @@ class WorkerService:
                 have=have,
                 recompute_block_s=self._rate.seconds(size),
                 wait_s=self._rate.seconds(self._book.pending_prefill_tokens()),
+                tenant=of.tenant,
             )
         )
 

@@ -50,7 +50,11 @@ class KvbmClient:
 
     async def look_up(self, question: Question) -> Mapping[str, Any]:
         """What the engine is to know of a request's blocks, as `kv_transfer_params`."""
-        terms = Terms(assumed=question.have, recompute_block_s=question.recompute_block_s)
+        terms = Terms(
+            assumed=question.have,
+            recompute_block_s=question.recompute_block_s,
+            tenant=question.tenant,
+        )
         if question.have >= len(question.keys):
             self._count("needless")
             return to_params(terms)
@@ -67,6 +71,7 @@ class KvbmClient:
             self._namespace,
             keys,
             skip=question.have,
+            tenant=question.tenant,
             recompute_block_s=question.recompute_block_s,
             wait_s=question.wait_s,
         )

@@ -64,6 +64,7 @@ def generation(m: pb.GenerateRequest) -> Generation:
         prior_output=tuple(m.prior_output_token_ids),
         cache_salt=m.cache_salt,
         adapter=m.adapter,
+        tenant=m.tenant,
         priority=m.priority,
         deadline_s=m.deadline_ms / 1000,
         traceparent=m.traceparent,

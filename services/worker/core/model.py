@@ -50,6 +50,7 @@ class Generation:
     prior_output: Sequence[int] = ()
     cache_salt: str = ""
     adapter: str = ""
+    tenant: str = ""
     priority: int = 0
     deadline_s: float = 0.0
     traceparent: str = ""

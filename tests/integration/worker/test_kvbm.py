@@ -72,6 +72,18 @@ async def test_what_kvbm_has_goes_to_the_engine_with_the_request(tmp_path: Path)
         assert await counted(worker, "hit") == 1
 
 
+async def test_blocks_are_kept_on_the_account_of_the_request(tmp_path: Path) -> None:
+    """The tenant goes with the question, and to the engine, which says it with each save."""
+    fake = FakeKvbm(tmp_path)
+    async with serve_kvbm(fake) as server, rig(kvbm=f"127.0.0.1:{server.port}") as worker:
+        spy = Spy(worker.engine)
+        asked = request(length=LENGTH)
+        asked.tenant = "acme"
+        await generate(worker, asked)
+        assert fake.lookups[0].tenant == "acme"
+        assert spy.seen[0] is not None and spy.seen[0].tenant == "acme"
+
+
 async def test_what_the_engine_has_is_not_asked_for(tmp_path: Path) -> None:
     fake = FakeKvbm(tmp_path)
     async with serve_kvbm(fake) as server, rig(kvbm=f"127.0.0.1:{server.port}") as worker:
