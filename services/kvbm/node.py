@@ -103,6 +103,8 @@ class Node:
         self._owners = owners
         self._publish = publish
         self._opening = asyncio.Lock()
+        self._without_disk: dict[bytes, str] = {}
+        """Namespaces for which the disk has no room at present, and why."""
 
     # Start.
 
@@ -172,13 +174,17 @@ class Node:
             old = [n.namespace for n in await self.disk.namespaces()]
             while True:
                 try:
-                    return await self.disk.open(arena.namespace, arena)
+                    opened = await self.disk.open(arena.namespace, arena)
+                    self._without_disk.pop(arena.namespace, None)
+                    return opened
                 except OSError:
                     if not (old := [n for n in old if n not in self.spaces]):
                         raise
                     await self.disk.remove(old.pop(0))
         except OSError as exc:
-            log.warning("this namespace has no room on disk", why=str(exc))
+            if arena.namespace not in self._without_disk:
+                log.warning("this namespace has no room on disk", why=str(exc))
+            self._without_disk[arena.namespace] = exc.strerror or str(exc)
             return None
 
     # Engines.
@@ -229,6 +235,7 @@ class Node:
     async def _drop(self, namespace: bytes) -> None:
         space = self.spaces.pop(namespace)
         self.moves.pop(namespace)
+        self._without_disk.pop(namespace, None)
         space.announce_end()
         await space.close()
 
@@ -349,6 +356,8 @@ class Node:
         caps = {Tier.G2: self.settings.g2_bytes, Tier.G3: self.settings.g3_bytes, Tier.G4: 0}
         if self.disk is not None:
             healths[Tier.G3] = self.disk.health
+            if self.disk.health.ok and self._without_disk:
+                healths[Tier.G3] = Health(False, next(iter(self._without_disk.values())))
         if self.remote is not None:
             healths[Tier.G4] = self.remote.health
         totals = {}

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import grpc
 import pytest
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 
+from services.common.arena import SlotState
 from services.common.events.model import Tier
 from tests.fakes.movers import Fault, FaultyMover
 from tests.support.kvbm import NAMESPACE, SMALL, chain, engine
@@ -72,6 +74,43 @@ async def test_a_full_disk_stops_stores_and_nothing_else(rig: Any, tmp_path: Pat
             free = shutil.disk_usage(folder).free
             assert free >= 2**20 - SMALL.stride, "the free-space floor was broken"
             r.daemon.node.spaces[NAMESPACE].catalog.check_invariants()
+
+
+async def test_a_disk_without_room_says_so(rig: Any, tmp_path: Path) -> None:
+    """Not degraded by an error, but nothing is stored: that is what people must see."""
+
+    async def said(r: Any) -> str:
+        tiers = (await r.stub.Stats(pb.StatsRequest(), timeout=5)).tiers
+        return next(t.state for t in tiers if t.tier == 3)
+
+    with tmpfs(tmp_path / "small", "8m") as folder:
+        ballast = folder / "ballast"
+        ballast.write_bytes(bytes(7 * 2**20))
+        more = {**DISK, "disk_cache_dir": str(folder / "kv"), "disk_free_gb": 1 / 1024}
+        async with rig(**more) as r, engine(r.address) as e:
+            keys = chain("p", 8)
+            assert len(await e.save(keys)) == 8
+            assert "no room" in await said(r)
+            ballast.unlink()
+            await until(lambda: said(r), lambda s: s == "ok", within_s=10, what="room")
+            assert await down(r, keys) == 8
+
+
+async def test_a_slot_that_says_that_it_holds_nothing_is_bad(rig: Any) -> None:
+    """A sound header is not enough: it must say that the block is whole."""
+    async with rig() as r, engine(r.address) as e:
+        keys = chain("p", 4)
+        await e.save(keys)
+        ref = r.daemon.node.spaces[NAMESPACE].catalog.slot(Tier.G2, keys[2])
+        header = e.arena.header(ref.index)
+        e.arena.write_header(ref.index, replace(header, state=SlotState.FILLING))
+        assert await e.load(keys) == 2
+
+        async def corrupt() -> int:
+            return int(r.counts["corrupt_blocks"])
+
+        await until(corrupt, lambda n: n == 1, within_s=5, what="a verdict")
+        assert await e.load(keys) == 2
 
 
 async def test_an_arena_that_does_not_fit_is_refused_with_numbers(rig: Any, tmp_path: Path) -> None:
