@@ -77,7 +77,7 @@ def tiny_model(cache_dir: Path) -> Path:
     return target
 
 
-def tiny_adapter(folder: Path) -> Path:
+def tiny_adapter(folder: Path, seed: int = 5) -> Path:
     """Writes a LoRA adapter into `folder` that changes what the tiny model says."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -90,7 +90,7 @@ def tiny_adapter(folder: Path) -> Path:
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(seed)
     tensors = {}
     for layer in range(LAYERS):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
