@@ -6,9 +6,10 @@ BIN := .venv/bin
 ARGS ?=
 CHAT ?= What is the capital of Japan?
 N ?= 20
+S ?= 3600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run up down test test-fast e2e chaos lint format type protos settings contracts drift check bench lock compose-test clean
+.PHONY: help setup setup-run up down test test-fast e2e chaos soak lint format type protos settings contracts drift check bench lock compose-test clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +37,9 @@ e2e: setup ## The end-to-end tests alone
 
 chaos: setup ## The tests that kill, stop and cut processes, N times each (N=20)
 	FOREBAY_CHAOS_REPEATS=$(N) $(BIN)/python -m pytest -m chaos $(ARGS)
+
+soak: setup ## An hour of mixed load on the tiers, a third of it abandoned (S=3600)
+	FOREBAY_SOAK_S=$(S) $(BIN)/python -m pytest tests/e2e/kvbm/test_soak.py -s $(ARGS)
 
 lint: setup ## Formatting, lint rules, protobuf style
 	$(BIN)/ruff format --check .
