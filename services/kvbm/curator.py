@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest, NotFound, Overloaded
 from services.common.events.model import Tier
 from services.kvbm.caretaker import Caretaker
-from services.kvbm.core.catalog import BlockView, PinLimit, Selection
+from services.kvbm.core.catalog import BlockView, Cleared, PinLimit, Selection
 from services.kvbm.core.gate import TierRate, TierVerdict
 from services.kvbm.core.model import tenant_id
 from services.kvbm.node import Node
 from services.kvbm.readers import Ask, Plan, Readers
 from services.kvbm.space import Space
 
+CLEARED_AT_ONCE = 2048
+"""Blocks forgotten before others get their turn."""
 LISTED = 100
 """Blocks of a list when no number is given."""
 
@@ -102,18 +105,31 @@ class Curator:
         cleared: dict[Tier, tuple[int, int]] = {}
         leased = 0
         for space in self._spaces(namespace):
-            outcome = space.catalog.clear(select, self._node.now_ms(), dry_run=dry_run)
-            leased += outcome.leased
-            for tier, blocks in ((t, n) for t, n in outcome.blocks.items() if n):
-                so_far, size = cleared.get(tier, (0, 0))
-                added = blocks * space.geometry.payload_bytes
-                cleared[tier] = (so_far + blocks, size + added)
-            if not dry_run:
-                space.apply()
-                await space.erase_dropped()
-                if space.remote is not None and outcome.remote:
-                    await space.remote.erase(outcome.remote)
+            async for outcome in self._cleared(space, select, dry_run=dry_run):
+                leased += outcome.leased
+                for tier, blocks in ((t, n) for t, n in outcome.blocks.items() if n):
+                    so_far, size = cleared.get(tier, (0, 0))
+                    added = blocks * space.geometry.payload_bytes
+                    cleared[tier] = (so_far + blocks, size + added)
         return cleared, leased
+
+    async def _cleared(
+        self, space: Space, select: Selection, *, dry_run: bool
+    ) -> AsyncIterator[Cleared]:
+        """Clears in steps, so that others are answered meanwhile."""
+        if dry_run:
+            yield space.catalog.clear(select, self._node.now_ms(), dry_run=True)
+            return
+        more = True
+        while more:
+            outcome = space.catalog.clear(select, self._node.now_ms(), limit=CLEARED_AT_ONCE)
+            more = outcome.more
+            space.apply()
+            await space.erase_dropped()
+            if space.remote is not None and outcome.remote:
+                await space.remote.erase(outcome.remote)
+            yield outcome
+            await asyncio.sleep(0)
 
     def _spaces(self, namespace: bytes) -> list[Space]:
         if namespace:

@@ -57,11 +57,14 @@ class Moves:
 
     # Up.
 
-    async def promote(self, keys: Sequence[bytes], first: int = 0) -> Promoted:
+    async def promote(
+        self, keys: Sequence[bytes], first: int = 0, arrived: Callable[[], None] = lambda: None
+    ) -> Promoted:
         """Brings blocks of a chain into host memory; how many came by this call.
 
         `keys` is the whole chain from its start; blocks before number `first` are not wanted.
         Stops at the first block that is nowhere. Returns when each block is there or has failed.
+        `arrived` is called after each batch: in a full tier, a reader must hold what has come.
         """
         space, wanted = self._space, keys[first:]
         waits: list[asyncio.Future[None]] = []
@@ -83,24 +86,28 @@ class Moves:
             known += 1
         space.apply()
         work: list[Awaitable[int]] = [
-            self._flight(batch, self._from_disk(batch)) for batch in _batches(copies)
+            self._flight(batch, self._from_disk(batch), arrived) for batch in _batches(copies)
         ]
         disk, remote = asyncio.gather(*work), 0
         if known < len(wanted):
-            remote = await self._from_remote(keys, first + known)
+            remote = await self._from_remote(keys, first + known, arrived)
         moved = Promoted(sum(await disk), remote)
         if waits:
             await asyncio.wait(waits)
         return moved
 
-    async def _flight(self, copies: Sequence[Copy], work: Awaitable[int]) -> int:
+    async def _flight(
+        self, copies: Sequence[Copy], work: Awaitable[int], arrived: Callable[[], None]
+    ) -> int:
         """Runs `work`, and tells who waits for these blocks when it is over."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for copy in copies:
             self._flying[copy.meta.key] = done
         try:
             async with self._lane:
-                return await work
+                moved = await work
+            arrived()
+            return moved
         finally:
             for copy in copies:
                 if self._flying.get(copy.meta.key) is done:
@@ -121,7 +128,9 @@ class Moves:
         result = await space.disk.load(transfers, self._disk_timeout_s)
         return self._ended(copies, result, Tier.G3, Tier.G2)
 
-    async def _from_remote(self, keys: Sequence[bytes], first: int) -> int:
+    async def _from_remote(
+        self, keys: Sequence[bytes], first: int, arrived: Callable[[], None]
+    ) -> int:
         """Fetches blocks from number `first` on, whole runs at a time, as far as they are there."""
         space = self._space
         if space.remote is None or first >= len(keys):
@@ -143,7 +152,7 @@ class Moves:
                 if copy is not None:
                     copies.append(copy)
             if copies:
-                work.append(self._flight(copies, self._run_from_remote(copies)))
+                work.append(self._flight(copies, self._run_from_remote(copies), arrived))
         space.apply()
         return sum(await asyncio.gather(*work)) if work else 0
 

@@ -149,19 +149,25 @@ class Readers:
         if promoting:
             keys = ask.keys[: ask.skip + plan.take]
             first = ask.skip + len(lease.ready)
-            held.promotion = self._promote(space, keys, first, onboard=True)
+            held.promotion = self._promote(space, keys, first, lease.id)
         self._metrics.count("matched_tokens", len(lease.ready) * space.geometry.block_size)
         self._count(ask, plan, began)
         return Found(lease.id, lease_ms, ask.skip, lease.ready, promoting, stored, plan.reason)
 
     def _promote(
-        self, space: Space, keys: Sequence[bytes], first: int, *, onboard: bool = False
+        self, space: Space, keys: Sequence[bytes], first: int, lease: LeaseId | None = None
     ) -> asyncio.Task[None]:
+        """Promotes in the background; for a lease, which then holds what has come."""
         moves = self._node.moves[space.namespace]
 
+        def hold() -> None:
+            if lease is not None and space.catalog.has_lease(lease):
+                space.catalog.lease_ready(lease)
+                space.apply()
+
         async def work() -> None:
-            moved = await moves.promote(keys, first)
-            if onboard:
+            moved = await moves.promote(keys, first, hold)
+            if lease is not None:
                 self._metrics.count("onboard_blocks_d2d", moved.disk)
                 self._metrics.count("onboard_blocks_o2d", moved.remote)
                 tokens = (moved.disk + moved.remote) * space.geometry.block_size

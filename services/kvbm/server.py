@@ -13,6 +13,7 @@ from services.common.errors import InvalidRequest
 from services.common.events.publisher import EventPublisher
 from services.common.rpc.server import Service
 from services.kvbm.adapters.messages import (
+    TIERS,
     ask_of,
     block_info,
     explanation_message,
@@ -231,7 +232,7 @@ class KvbmServicer(kvbm_pb2_grpc.KvbmServiceServicer):
             backend, place = backends[tier.value - 1]
             quarantined = sum(s.count(tier).quarantined for s in node.spaces.values())
             answer.tiers.add(
-                tier=tier.value,
+                tier=TIERS[tier],
                 blocks=blocks,
                 used_bytes=used,
                 capacity_bytes=capacity,

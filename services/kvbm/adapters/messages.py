@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from forebay.common.v1 import common_pb2
 from forebay.events.v1 import events_pb2
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 
@@ -17,6 +18,13 @@ from services.kvbm.node import Node
 from services.kvbm.readers import Ask, Loaded
 from services.kvbm.space import Space
 
+TIERS = {
+    Tier.G1: common_pb2.TIER_G1,
+    Tier.G2: common_pb2.TIER_G2,
+    Tier.G3: common_pb2.TIER_G3,
+    Tier.G4: common_pb2.TIER_G4,
+}
+"""Wire forms of tiers."""
 _RESULTS = {
     CommitResult.STORED: pb.COMMIT_RESULT_STORED,
     CommitResult.PENDING: pb.COMMIT_RESULT_PENDING,
@@ -96,7 +104,7 @@ def tiers_of(values: Iterable[int]) -> list[Tier]:
 def tier_counts(counts: Mapping[Tier, tuple[int, int]]) -> list[pb.TierCount]:
     """Blocks and bytes by tier."""
     return [
-        pb.TierCount(tier=tier.value, blocks=blocks, bytes=size)  # type: ignore[arg-type]
+        pb.TierCount(tier=TIERS[tier], blocks=blocks, bytes=size)
         for tier, (blocks, size) in sorted(counts.items())
     ]
 
@@ -113,7 +121,7 @@ def block_info(
         parent=meta.parent if any(meta.parent) else b"",
         position=meta.position,
         tenant=tenant,
-        tiers=[t.value for t in view.tiers],
+        tiers=[TIERS[t] for t in view.tiers],
         age_s=max(0.0, (now_ms - meta.created_ms) / 1000),
         idle_s=max(0.0, (now_ms - view.used_ms) / 1000),
         hits=view.hits,
@@ -128,7 +136,7 @@ def explanation_message(e: Explanation) -> pb.ExplainResponse:
     for v in e.blocks:
         answer.blocks.add(
             position=v.position,
-            tiers=[t.value for t in v.tiers],
+            tiers=[TIERS[t] for t in v.tiers],
             load=v.load,
             reason=v.reason,
             leases=v.view.leases if v.view else 0,
@@ -138,7 +146,7 @@ def explanation_message(e: Explanation) -> pb.ExplainResponse:
     for tier, rate in sorted(e.rates.items()):
         verdict = e.verdicts.get(tier)
         answer.gate.add(
-            tier=tier.value,  # type: ignore[arg-type]
+            tier=TIERS[tier],
             latency_s=rate.latency_s,
             block_s=rate.block_s,
             samples=rate.samples,
@@ -155,7 +163,7 @@ def snapshot_message(node: Node, sequence: int) -> pb.SnapshotResponse:
         for part in space.tier_blocks():
             if part.keys:
                 answer.blocks.add(
-                    tier=part.tier.value,  # type: ignore[arg-type]
+                    tier=TIERS[part.tier],
                     block_hashes=part.keys,
                     namespace=part.namespace,
                 )
@@ -163,7 +171,7 @@ def snapshot_message(node: Node, sequence: int) -> pb.SnapshotResponse:
             answer.rates.add(
                 namespace=rate.namespace,
                 rate=events_pb2.TierRate(
-                    tier=rate.tier.value,  # type: ignore[arg-type]
+                    tier=TIERS[rate.tier],
                     latency_s=rate.latency_s,
                     block_s=rate.block_s,
                 ),

@@ -157,7 +157,7 @@ async def test_scrub_finds_what_nobody_reads(rig: Any) -> None:
         keys = chain("p", 8)
         await e.save(keys)
         space = r.daemon.node.spaces[NAMESPACE]
-        assert await r.daemon.node.moves[NAMESPACE].to_disk(keys) in range(9)
+        await r.daemon.node.moves[NAMESPACE].to_disk(keys)
 
         async def on_disk() -> int:
             return sum(Tier.G3 in t for t in space.catalog.run(keys))

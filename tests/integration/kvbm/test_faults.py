@@ -36,8 +36,19 @@ def tmpfs(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-async def down(r: Any, keys: list[bytes]) -> int:
-    return int(await r.daemon.node.moves[NAMESPACE].to_disk(keys))
+async def down(r: Any, keys: list[bytes]) -> None:
+    """Writes to disk what the daemon has not written by itself."""
+    await r.daemon.node.moves[NAMESPACE].to_disk(keys)
+
+
+async def on_disk(r: Any, keys: list[bytes]) -> None:
+    """Waits until all are there."""
+
+    async def stored() -> int:
+        await down(r, keys)
+        return sum(Tier.G3 in t for t in r.daemon.node.spaces[NAMESPACE].catalog.run(keys))
+
+    await until(stored, lambda n: n == len(keys), within_s=20, what="blocks on disk")
 
 
 def drop_from_memory(r: Any, keys: list[bytes]) -> None:
@@ -93,7 +104,7 @@ async def test_a_disk_without_room_says_so(rig: Any, tmp_path: Path) -> None:
             assert "no room" in await said(r)
             ballast.unlink()
             await until(lambda: said(r), lambda s: s == "ok", within_s=10, what="room")
-            assert await down(r, keys) == 8
+            await on_disk(r, keys)
 
 
 async def test_a_slot_that_says_that_it_holds_nothing_is_bad(rig: Any) -> None:
@@ -130,7 +141,7 @@ async def test_bad_reads_are_misses(rig: Any, fault: Fault) -> None:
     async with rig(**DISK) as r, engine(r.address) as e:
         keys = chain("p", 8)
         await e.save(keys)
-        assert await down(r, keys) == 8
+        await on_disk(r, keys)
         drop_from_memory(r, keys[2:])
         faulty(r).next.append(fault)
         good = await e.load(keys)
@@ -147,7 +158,7 @@ async def test_a_stalled_disk_quarantines_and_gives_back(rig: Any) -> None:
     async with rig(**DISK, disk_timeout_s=0.5) as r, engine(r.address) as e:
         keys = chain("p", 4)
         await e.save(keys)
-        assert await down(r, keys) == 4
+        await on_disk(r, keys)
         drop_from_memory(r, keys)
         mover = faulty(r)
         mover.next.append(Fault.HANG)
@@ -168,18 +179,13 @@ async def test_a_folder_deleted_under_it_is_made_anew(rig: Any) -> None:
     async with rig(**DISK) as r, engine(r.address) as e:
         keys = chain("p", 8)
         await e.save(keys)
-        assert await down(r, keys) == 8
+        await on_disk(r, keys)
         shutil.rmtree(r.folder / "disk")
         drop_from_memory(r, keys)
         assert await e.load(keys) in range(9)
         more = chain("more", 8)
         await e.save(more)
-
-        async def stored() -> int:
-            await down(r, more)
-            return sum(Tier.G3 in t for t in r.daemon.node.spaces[NAMESPACE].catalog.run(more))
-
-        await until(stored, lambda n: n == 8, within_s=20, what="blocks on the new disk")
+        await on_disk(r, more)
         drop_from_memory(r, more)
         assert await e.load(more) == 8
 
