@@ -1,13 +1,15 @@
 """Gate: is a load faster than computing the blocks again?
 
 It learns what each tier takes from the loads that were done, and says for a run of blocks how many
-of the leading ones are worth loading. Tiers that are refused are probed off the request's path, so
-that the verdict can change.
+of the leading ones are worth loading: as many as leave the request with its first token soonest.
+What the request waits in the engine's queue anyway hides promotions into host memory, not the copy
+into the engine. Tiers that are refused are probed off the request's path, so that the verdict can
+change. Not for writes, and not for whether a tier works.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -33,6 +35,15 @@ class TierRate:
         """Predicted seconds for so many blocks; 0 for none."""
         return self.latency_s + blocks * self.block_s if blocks else 0.0
 
+
+_LOWER = (Tier.G3, Tier.G4)
+_MARGIN = 1.15
+"""A tier that was refused must beat computing by this much to be taken again."""
+_PROBE_BLOCKS = 8
+_PROBE_S = 5.0
+"""Seconds without a measurement after which a refused tier is probed; they double with each probe
+that leaves it refused, up to:"""
+_LONGEST_PROBE_S = 60.0
 
 DEFAULTS: Mapping[Tier, TierRate] = {
     Tier.G2: TierRate(0.001, 0.0005),
@@ -86,21 +97,91 @@ class Verdict:
     probe: Probe | None = None
 
 
+_OUTLIER = 3.0
+"""A measurement that is this many times off the prediction, either way, is cut back to it."""
+_MEMORY = 0.85
+"""What a measurement leaves of the weight of those before."""
+_INERTIA = 0.1
+"""Weight of the estimates as they are: they stay where measurements say nothing."""
+_LEAST_LATENCY_S, _LEAST_BLOCK_S = 1e-7, 1e-9
+
+
+class _Estimate:
+    """Latency and seconds a block of one tier, from loads of different sizes.
+
+    Least squares of the relative error, with forgetting. A lone outlier moves it little; a second
+    one in a row on the same side is a change, and what was measured before it is forgotten.
+    """
+
+    def __init__(self, rate: TierRate) -> None:
+        self.latency_s = max(rate.latency_s, _LEAST_LATENCY_S)
+        self.block_s = max(rate.block_s, _LEAST_BLOCK_S)
+        self.samples = rate.samples
+        self._streak = 0
+        """Outliers in a row; below zero when they are faster than predicted."""
+        # Sums of weights, and of weights times blocks, blocks squared, seconds, blocks x seconds.
+        self._sums = [0.0] * 5
+
+    def observe(self, blocks: int, seconds: float) -> None:
+        predicted_s = self.latency_s + blocks * self.block_s
+        side = (seconds > _OUTLIER * predicted_s) - (seconds * _OUTLIER < predicted_s)
+        self._streak = self._streak + side if side * self._streak > 0 else side
+        limit = _OUTLIER ** max(1, min(abs(self._streak), 20))
+        seconds = min(max(seconds, predicted_s / limit), predicted_s * limit)
+        weight = 1 / (seconds * predicted_s)
+        new = (1.0, blocks, blocks**2, seconds, blocks * seconds)
+        kept = _MEMORY if abs(self._streak) < 2 else 0.0
+        self._sums = [kept * old + weight * n for old, n in zip(self._sums, new, strict=True)]
+        self._fit(*self._sums)
+        self.samples += 1
+
+    def _fit(self, w: float, wn: float, wnn: float, ws: float, wns: float) -> None:
+        w, ws = w + _INERTIA / self.latency_s**2, ws + _INERTIA / self.latency_s
+        wnn, wns = wnn + _INERTIA / self.block_s**2, wns + _INERTIA / self.block_s
+        latency_s = (ws * wnn - wns * wn) / (w * wnn - wn * wn)
+        self.latency_s = max(latency_s, _LEAST_LATENCY_S)
+        self.block_s = max((wns - wn * self.latency_s) / wnn, _LEAST_BLOCK_S)
+        if self.block_s == _LEAST_BLOCK_S:
+            self.latency_s = max((ws - wn * self.block_s) / w, _LEAST_LATENCY_S)
+
+    def rate(self) -> TierRate:
+        return TierRate(self.latency_s, self.block_s, self.samples)
+
+
+@dataclass(slots=True)
+class _Standing:
+    """How a tier stands at present."""
+
+    refused: bool = False
+    measured_s: float = float("-inf")
+    """When it was last measured or probed."""
+    patience_s: float = _PROBE_S
+
+
 class Gate:
-    """Learns and decides. Loop's thread; time is an argument."""
+    """Learns and decides. Loop's thread; time is an argument, in seconds of any steady clock.
+
+    `mode`: "always" and "never" decide without figures, for comparisons.
+    """
 
     def __init__(
         self, defaults: Mapping[Tier, TierRate] | None = None, mode: Mode = "measured"
     ) -> None:
         self.mode = mode
-        self._rates = dict(DEFAULTS) | dict(defaults or {})
+        rates = {**DEFAULTS, **(defaults or {})}
+        self._estimates = {tier: _Estimate(rate) for tier, rate in rates.items()}
+        self._standings = {tier: _Standing() for tier in rates}
 
     def observe(self, tier: Tier, blocks: int, seconds: float, now_s: float) -> None:
         """A load of `blocks` took `seconds`: from G3 or G4 into G2, or from G2 into the engine."""
+        if tier not in self._estimates or blocks < 1 or not 0 <= seconds < float("inf"):
+            return
+        self._estimates[tier].observe(blocks, seconds)
+        self._standings[tier].measured_s = now_s
 
     def rates(self) -> Mapping[Tier, TierRate]:
-        """What is assumed of each tier."""
-        return dict(self._rates)
+        """What is assumed of each tier now."""
+        return {tier: estimate.rate() for tier, estimate in self._estimates.items()}
 
     def decide(
         self,
@@ -111,36 +192,99 @@ class Gate:
         *,
         dry_run: bool = False,
     ) -> Verdict:
-        """How many of the leading blocks of `run` (best tier of each) to load.
+        """How many of the leading blocks of `run` (the best tier of each) to load.
 
-        `wait_s`: what the request waits in the engine's queue anyway; promotions overlap it.
-        `dry_run`: only look, as for an explanation; takes no probe and moves no verdict.
+        `recompute_block_s`: seconds in which the engine computes one block. `wait_s`: seconds that
+        the request waits in the engine's queue anyway. `dry_run`: only look, as for an
+        explanation; takes no probe and changes nothing.
         """
-        cuts = [0]
-        for _, group in groupby(run):
-            cuts.append(cuts[-1] + sum(1 for _ in group))
-        if self.mode != "measured":
-            blocks = len(run) if self.mode == "always" else 0
+        if self.mode == "measured":
+            margins = {t: _MARGIN if s.refused else 1.0 for t, s in self._standings.items()}
+            blocks, best_s = 0, 0.0
+            for count, parts in self._cuts(run, wait_s):
+                gain_s = count * recompute_block_s - self._load_s(count, parts, wait_s, margins)
+                if gain_s > best_s:
+                    blocks, best_s = count, gain_s
         else:
-            blocks = max(cuts, key=lambda k: self._gain_s(run[:k], recompute_block_s, wait_s))
+            blocks = len(run) if self.mode == "always" else 0
+        probe = None
+        if self.mode == "measured" and not dry_run:
+            probe = self._stand(run, blocks, now_s)
+        if probe is not None and probe.tier is Tier.G2:
+            # Nothing but a load into the engine measures this tier: a small one is let through.
+            blocks, probe = probe.count, None
+        wanted, taken = _parts(run), _parts(run[:blocks])
         return Verdict(
             blocks,
             "" if blocks == len(run) else SLOWER,
-            self._load_s(run[:blocks], wait_s),
+            self._load_s(blocks, taken, wait_s, {}),
             blocks * recompute_block_s,
             {
                 tier: TierVerdict(
-                    run.count(tier),
-                    run[:blocks].count(tier),
-                    self._rates[tier].seconds(len(run) if tier is Tier.G2 else run.count(tier)),
+                    count,
+                    taken.get(tier, 0),
+                    self._seconds(tier, len(run) if tier is Tier.G2 else count),
                 )
-                for tier in set(run)
+                for tier, count in wanted.items()
             },
+            probe,
         )
 
-    def _load_s(self, run: Sequence[Tier], wait_s: float) -> float:
-        lower = sum(self._rates[t].seconds(run.count(t)) for t in (Tier.G3, Tier.G4))
-        return max(0.0, lower - wait_s) + self._rates[Tier.G2].seconds(len(run))
+    def _seconds(self, tier: Tier, blocks: int) -> float:
+        estimate = self._estimates[tier]
+        return estimate.latency_s + blocks * estimate.block_s if blocks else 0.0
 
-    def _gain_s(self, run: Sequence[Tier], recompute_block_s: float, wait_s: float) -> float:
-        return len(run) * recompute_block_s - self._load_s(run, wait_s)
+    def _load_s(
+        self,
+        count: int,
+        parts: Mapping[Tier, int],
+        wait_s: float,
+        margins: Mapping[Tier, float],
+    ) -> float:
+        """Seconds by which loading delays the request: promotions beyond its wait, and the copy."""
+        lower_s = sum(
+            self._seconds(tier, parts.get(tier, 0)) * margins.get(tier, 1.0) for tier in _LOWER
+        )
+        copy_s = self._seconds(Tier.G2, count) * margins.get(Tier.G2, 1.0)
+        return max(0.0, lower_s - wait_s) + copy_s
+
+    def _cuts(self, run: Sequence[Tier], wait_s: float) -> Iterator[tuple[int, dict[Tier, int]]]:
+        """Where the best end of the load can be: leading blocks, and how many of them in each tier.
+
+        Gain is straight but where the tier changes and where promotions outlast the wait.
+        """
+        count, parts = 0, dict.fromkeys(Tier, 0)
+        for tier, group in groupby(run):
+            length = sum(1 for _ in group)
+            if tier in _LOWER:
+                lower_s = sum(self._seconds(t, parts[t]) for t in _LOWER)
+                first_s = 0.0 if parts[tier] else self._estimates[tier].latency_s
+                hidden = int((wait_s - lower_s - first_s) / self._estimates[tier].block_s)
+                if 0 < hidden < length:
+                    yield count + hidden, {**parts, tier: parts[tier] + hidden}
+            count += length
+            parts[tier] += length
+            yield count, parts
+
+    def _stand(self, run: Sequence[Tier], blocks: int, now_s: float) -> Probe | None:
+        """Notes who is taken, and who is refused: the tier at the cut. Is it time to probe it?"""
+        for tier in set(run[:blocks]):
+            self._standings[tier].refused = False
+            self._standings[tier].patience_s = _PROBE_S
+        if blocks == len(run):
+            return None
+        tier = run[blocks]
+        standing = self._standings[tier]
+        standing.refused = True
+        if now_s - standing.measured_s < standing.patience_s or (tier is Tier.G2 and blocks):
+            return None
+        standing.measured_s = now_s
+        standing.patience_s = min(2 * standing.patience_s, _LONGEST_PROBE_S)
+        count = 0
+        while count < min(_PROBE_BLOCKS, len(run) - blocks) and run[blocks + count] is tier:
+            count += 1
+        return Probe(tier, blocks, count)
+
+
+def _parts(run: Sequence[Tier]) -> dict[Tier, int]:
+    return {tier: run.count(tier) for tier in sorted(set(run))}
