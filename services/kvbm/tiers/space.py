@@ -26,7 +26,7 @@ from services.kvbm.tiers.port import Transfer, Transferred
 log = get_logger(__name__)
 T = TypeVar("T")
 
-_VERIFY_S = 30.0
+_CHECK_S = 1.0
 _ERASE_S = 2.0
 _RESTORE_S = 120.0
 _CLOSE_S = 5.0
@@ -238,17 +238,12 @@ class LocalSpace:
     async def _load(self, batch: _Batch) -> Transferred:
         for index, transfer in enumerate(batch.transfers):
             batch.fail(index, self._unfit(transfer))
-        indices = batch.left()
-        found, _ = await asyncio.gather(
-            self._read_headers(batch, indices), self._move(batch, self._disk.mover.read)
-        )
-        for index in indices:
-            if (error := batch.errors[index]) and error.startswith("short"):
+        await self._move(batch, self._disk.mover.read)
+        for index, error in enumerate(batch.errors):
+            if error and error.startswith("short"):
                 # The file ends before the block does: this copy is bad for good.
                 batch.errors[index] = f"corrupt: {error}"
-        for index, header in found.items():
-            batch.fail(index, _difference(batch.transfers[index].header, header))
-        await self._verify(batch)
+        await self._check(batch)
         return self._ended(batch, storing=False)
 
     def _settle(self, batch: _Batch, mine: Iterable[int]) -> None:
@@ -326,39 +321,35 @@ class LocalSpace:
                 errors.append(words(exc))
         return errors
 
-    async def _read_headers(
-        self, batch: _Batch, indices: Sequence[int]
-    ) -> dict[int, SlotHeader | CorruptHeader]:
-        slots = [batch.transfers[index].slot for index in indices]
-        ran = await self._disk.threads.run([partial(self._get, slots)], batch.time_left)
-        (found,) = ran.results
-        if isinstance(found, Exception):
-            # Nothing of the caller's is written by this, so its fence concerns nobody.
-            for index in indices:
-                batch.fail(index, _words(found))
-            return {}
-        return dict(zip(indices, found, strict=True))
-
-    def _get(self, slots: Sequence[int]) -> list[SlotHeader | CorruptHeader]:
-        """Reads headers, in a thread. Raises OSError."""
-        found: list[SlotHeader | CorruptHeader] = []
-        for slot in slots:
-            segment, number = self.files.place(slot)
-            raw = os.pread(segment.headers, HEADER_BYTES, number * HEADER_BYTES)
-            found.append(_unpacked(raw, self.namespace))
-        return found
-
-    async def _verify(self, batch: _Batch) -> None:
+    async def _check(self, batch: _Batch) -> None:
+        """Fails all whose header or bytes are not those of the block that is wanted."""
         indices = batch.left()
-        calls = [
-            partial(self.arena.checksums, batch.transfers[index].arena_slot) for index in indices
-        ]
-        ran = await self._disk.threads.run(calls, _VERIFY_S)
-        for index, sums in zip(indices, ran.results, strict=True):
-            if isinstance(sums, Exception):
-                batch.fail(index, _words(sums))
-            elif sums != batch.transfers[index].header.checksums:
-                batch.fail(index, "corrupt: the bytes don't fit their checksums")
+        # Two threads' work: they let the interpreter go while they sum.
+        parts = [part for part in (indices[0::2], indices[1::2]) if part]
+        calls = [partial(self._verify, [batch.transfers[i] for i in part]) for part in parts]
+        # What has come in time is not given up for its check, which writes nothing.
+        ran = await self._disk.threads.run(calls, max(batch.time_left, _CHECK_S))
+        for part, errors in zip(parts, ran.results, strict=True):
+            if isinstance(errors, Exception):
+                errors = [_words(errors)] * len(part)
+            for index, error in zip(part, errors, strict=True):
+                batch.fail(index, error)
+
+    def _verify(self, transfers: Sequence[Transfer]) -> list[str | None]:
+        """Looks at headers on disk and bytes in the arena, in a thread; for each, what is wrong."""
+        errors: list[str | None] = []
+        for transfer in transfers:
+            segment, number = self.files.place(transfer.slot)
+            try:
+                raw = os.pread(segment.headers, HEADER_BYTES, number * HEADER_BYTES)
+            except OSError as exc:
+                errors.append(words(exc))
+                continue
+            error = _difference(transfer.header, _unpacked(raw, self.namespace))
+            if not error and self.arena.checksums(transfer.arena_slot) != transfer.header.checksums:
+                error = "corrupt: the bytes don't fit their checksums"
+            errors.append(error or None)
+        return errors
 
     def _unfit(self, transfer: Transfer) -> str:
         """Why a transfer can't be right; empty: it may be."""
