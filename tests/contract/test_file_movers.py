@@ -299,8 +299,11 @@ async def test_o_direct_refused(tmp_path: Path) -> None:
 
 
 @needs_mount
-async def test_a_disk_that_does_not_work_is_refused_in_time(tmp_path: Path) -> None:
+async def test_a_disk_that_does_not_work_is_refused_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """H1: no silent hang at start."""
+    monkeypatch.setattr("services.kvbm.movers.select._START_S", 0.5)
     async with fault_fs(tmp_path) as fs:
         await fs.tell("eio all")
         with pytest.raises(OSError, match=r"can't be used.*EIO"):

@@ -30,7 +30,7 @@ _MOST_PIECES = 256
 """In one transfer: what does not fit into an agent's pool would be sent with a later batch."""
 _WHOLE_FILE = (1 << 62) - 1
 _FIRST_NAP_S = 0.0001
-_LONGEST_NAP_S = 0.01
+_LONGEST_NAP_S = 0.005
 _FORGET_S = 5.0
 
 
@@ -111,8 +111,8 @@ class _Lane:
     def _finish(self, handle: Any, state: str) -> bool:
         start = time.monotonic()
         while state == "PROC":
-            # A tenth of what it took so far: late by that at most, and cheap when it takes long.
-            nap = (time.monotonic() - start) / 10
+            # A part of what it took so far: late by that at most, and cheap when it takes long.
+            nap = (time.monotonic() - start) / 25
             time.sleep(min(max(nap, _FIRST_NAP_S), _LONGEST_NAP_S))
             try:
                 state = self._agent.check_xfer_state(handle)

@@ -16,6 +16,8 @@ from services.kvbm.movers.threads import Threads
 _PIECE = 64 << 10
 _PIECES = 4
 _SIZE = _PIECE * _PIECES
+_START_S = 10.0
+"""For a try at start, when libraries are still to be read from disk as well."""
 _PROBE_S = 2.0
 
 
@@ -29,7 +31,7 @@ async def open_file_mover(*, nixl: bool, direct: bool, gds: bool, folder: Path) 
     try:
         for what, build in _candidates(nixl=nixl, direct=direct, gds=gds):
             mover = build("; ".join(why))
-            problem = await probe.check(mover)
+            problem = await probe.check(mover, _START_S)
             if not problem:
                 return mover
             await mover.close()
