@@ -134,9 +134,9 @@ class Readers:
         wanted = ask.keys[ask.skip : ask.skip + plan.take]
         space.catalog.touch([*ask.keys[: ask.skip], *wanted], now)
         if plan.reason == "missing" and self._may_ask(space) and space.odds.try_anyway():
-            self._promote(space, ask.keys, ask.skip)
+            self._promote(space, ask.keys, ask.skip, aside=True)
         elif plan.probe_end:
-            self._promote(space, ask.keys[: ask.skip + plan.probe_end], ask.skip)
+            self._promote(space, ask.keys[: ask.skip + plan.probe_end], ask.skip, aside=True)
         nothing = Found(0, 0, ask.skip, (), 0, stored, plan.reason)
         if not wanted:
             self._count(ask, plan, began)
@@ -155,9 +155,18 @@ class Readers:
         return Found(lease.id, lease_ms, ask.skip, lease.ready, promoting, stored, plan.reason)
 
     def _promote(
-        self, space: Space, keys: Sequence[bytes], first: int, lease: LeaseId | None = None
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        first: int,
+        lease: LeaseId | None = None,
+        *,
+        aside: bool = False,
     ) -> asyncio.Task[None]:
-        """Promotes in the background; for a lease, which then holds what has come."""
+        """Promotes in the background; for a lease, which then holds what has come.
+
+        `aside`: off any request's path, to measure or to find out.
+        """
         moves = self._node.moves[space.namespace]
 
         def hold() -> None:
@@ -167,9 +176,10 @@ class Readers:
 
         async def work() -> None:
             moved = await moves.promote(keys, first, hold)
-            if lease is not None:
+            if not aside:
                 self._metrics.count("onboard_blocks_d2d", moved.disk)
                 self._metrics.count("onboard_blocks_o2d", moved.remote)
+            if lease is not None:
                 tokens = (moved.disk + moved.remote) * space.geometry.block_size
                 self._metrics.count("matched_tokens", tokens)
 
