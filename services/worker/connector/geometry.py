@@ -32,6 +32,8 @@ def check_config(config: Any) -> None:
         _refuse("a hybrid model (attention mixed with state-space layers)")
     if model.use_mla:
         _refuse("multi-head latent attention (MLA)")
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        _refuse("scales of a quantized cache that each engine measures for itself")
     window = model.get_sliding_window()
     if window:
         _refuse(f"a sliding window ({window} tokens)")
@@ -52,6 +54,10 @@ def check_cache(cache: Any) -> None:
         _refuse(f"a KV cache of the kind {type(spec).__name__}")
     if spec.sliding_window or spec.attention_chunk_size:
         _refuse("attention within a window")
+    if spec.non_causal or spec.tokens_per_state != 1:
+        _refuse("attention in which a block depends on later tokens, or holds not one token each")
+    if spec.kv_quant_mode.name not in ("NONE", "FP8_PER_TENSOR"):
+        _refuse(f"a cache quantized as {spec.kv_quant_mode.name}")
 
 
 def in_layer_order(caches: Mapping[str, Any]) -> list[Any]:

@@ -61,7 +61,7 @@ class Rig:
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     folder = tmp_path_factory.mktemp("tiers")
     node = Node(folder, tiny_model(default_cache_dir()))
-    async with node.running(), node.worker("a").running() as worker:
+    async with node.running(), node.worker("a", blocks=64).running() as worker:
         yield Rig(node, worker)
 
 
@@ -167,22 +167,29 @@ async def test_aborts_around_a_failed_load_leave_nothing_bad(rig: Rig, seed: int
 async def test_preemption_after_failed_loads_leaves_nothing_bad(rig: Rig) -> None:
     """K2, K3: more long answers than G1 holds, with bad blocks in what they begin with."""
     rng = random.Random(3)
-    prompts = [prompt(LENGTH, ("preempt", n)) for n in range(8)]
+    prompts = [prompt(LENGTH, ("preempt", n)) for n in range(6)]
+    before = await asked_again(rig)
     fresh = []
     for p in prompts:
         await rig.worker.reset()
-        fresh.append((await rig.worker.ask(p, 120)).tokens)
+        fresh.append((await rig.worker.ask(p, 80)).tokens)
         await rig.node.stored(keys(p))
     for _ in range(2):
         for p in prompts[::2]:
             rig.node.damage(keys(p)[rng.randrange(10)], rng)
         await rig.worker.reset()
-        # 8 x 15 blocks in a cache of 95: some are thrown out and come back.
-        answers = await asyncio.gather(*(rig.worker.ask(p, 120) for p in prompts))
+        # 6 x 13 blocks in a cache of 63: some are thrown out and come back.
+        answers = await asyncio.gather(*(rig.worker.ask(p, 80) for p in prompts))
         assert [a.tokens for a in answers] == fresh
         for p in prompts:
             await rig.heal(p)
+    assert await asked_again(rig) > before, "nobody was preempted"
     await at_rest(rig)
+
+
+async def asked_again(rig: Rig) -> float:
+    name = 'forebay_worker_kvbm_events_total{event="asked_again"}'
+    return (await rig.worker.metrics()).get(name, 0.0)
 
 
 async def test_salts_share_nothing_in_g2(rig: Rig) -> None:
