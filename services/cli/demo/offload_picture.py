@@ -75,7 +75,7 @@ def draw(
         figure.text(
             0.02,
             0.95,
-            f"{model} in float32, one vLLM worker; each document is longer than half of G1",
+            f"{model} in float32, one vLLM worker whose own memory (G1) holds two of the documents",
             color=_MUTED,
             fontsize=9.5,
         )
