@@ -245,6 +245,9 @@ class Moves:
                 log.warning("a stored block is corrupt", tier=source.name, why=error)
                 if source is Tier.G3:
                     space.catalog.forget(Tier.G3, copy.meta.key, self._now_ms())
+            elif error.startswith("EIO") and source is Tier.G3:
+                # A bad sector: what lies there is lost, and nothing new should go there.
+                space.catalog.forget(Tier.G3, copy.meta.key, self._now_ms(), quarantine=True)
             if source is Tier.G4:
                 space.catalog.forget(Tier.G4, copy.meta.key, self._now_ms())
         space.apply()

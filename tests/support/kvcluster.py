@@ -208,6 +208,8 @@ class KvCluster:
         """Starts a worker that attaches to the daemon; `flags` win."""
         basic: dict[str, object] = {
             "kvbm": f"127.0.0.1:{self.flags['port']}",
+            # Generous: on a busy machine a late answer is a miss, and tests count hits.
+            "kvbm_timeout_s": 5,
             "kv_cache_gb": 0.04,
             "max_model_len": 2048,
         }
