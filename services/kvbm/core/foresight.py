@@ -65,7 +65,7 @@ class Foresight:
         ]
         self._ranked: list[tuple[OrderedDict[bytes, _Node], int, int]] = []
         """All queues with kind and bin, the next to be evicted from first."""
-        self._period = max(8, capacity // 64)
+        self._period = max(16, capacity // 64)
         self._next = self._period
         self._rank()
 
@@ -235,7 +235,10 @@ class Foresight:
         self._next = self._now + self._period
         for queues in self._queues:
             for bin in reversed(range(self._reuse.bins)):
-                queue, due = queues[bin], self._now - self._reuse.bounds[bin]
+                queue = queues[bin]
+                if not queue:
+                    continue
+                due = self._now - self._reuse.bounds[bin]
                 while queue and (node := next(iter(queue.values()))).time <= due:
                     self._leave(node)
                     if not node.kids:

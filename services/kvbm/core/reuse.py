@@ -18,8 +18,8 @@ from collections.abc import Hashable
 _STEPS = range(-10, 9)
 """Bins end at capacity x 2 ** (step / 2): from 1/32 of a capacity to 16 of them."""
 _CHANCE = 0.05
-"""Chance of a hit in any one bin before there is evidence. Equal in all of them, and so the index
-falls with age and knows no kind: least recently used goes first."""
+"""Chance of a hit in any one bin before there is evidence (in the first, which is wider than those
+after it, more). It knows no kind, and the index falls with age: least recently used goes first."""
 _PRIOR = 100.0
 """Blocks of evidence that count as much as what holds without. High, since the blocks of a prompt
 come and go together: a hundred of them are but a few prompts."""
@@ -37,8 +37,10 @@ class Reuse:
         """Where each bin of age ends; one more, for all that is older, follows them."""
         self.bins = len(self.bounds)
         self._widths = [b - a for a, b in zip([0.0, *self.bounds], self.bounds, strict=False)]
-        self._period = max(16, capacity // 4)
+        self._period = max(256, capacity // 4)
         self._next = self._period
+        first = 1.5 * _CHANCE * self._widths[0] / self._widths[1]
+        self._unproven = [first] + [_CHANCE] * (self.bins - 1)
         self._trusted = _TRUSTED_AFTER * capacity
         # Of each kind and bin: blocks that reached it, and those that were used again in it.
         self._reached = [[0.0] * self.bins for _ in range(kinds)]
@@ -74,8 +76,10 @@ class Reuse:
         """Lets those watched grow older; True when that has changed the index."""
         for kind, bins in enumerate(self._watched):
             for bin in reversed(range(self.bins)):
-                due = now - self.bounds[bin]
                 queue = bins[bin]
+                if not queue:
+                    continue
+                due = now - self.bounds[bin]
                 while queue and (since := next(iter(queue.values()))) <= due:
                     key, _ = queue.popitem(last=False)
                     if bin + 1 < self.bins:
@@ -98,7 +102,10 @@ class Reuse:
         hits = [sum(column) for column in zip(*self._hits, strict=True)]
         reached = [sum(column) for column in zip(*self._reached, strict=True)]
         # Each kind is shrunk towards all kinds together, these towards what holds without evidence.
-        pooled = [(h + prior * _CHANCE) / (r + prior) for h, r in zip(hits, reached, strict=True)]
+        pooled = [
+            (h + prior * p) / (r + prior)
+            for h, r, p in zip(hits, reached, self._unproven, strict=True)
+        ]
         self.index, self.chance = [], []
         for kind_hits, kind_reached in zip(self._hits, self._reached, strict=True):
             chances = [
