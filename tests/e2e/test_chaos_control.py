@@ -351,6 +351,7 @@ async def test_a_silent_stream_makes_a_suspect_and_a_heard_one_clears_it(
 async def test_66_an_adapter_shares_no_blocks_with_its_base(
     third: Lossy, client: httpx.AsyncClient
 ) -> None:
+    """Also row I6 of the tiers: router, engine and tiers name a block by one function."""
     text = prose(16_000, 150)
 
     async def ask(model: str) -> tuple[str, int]:

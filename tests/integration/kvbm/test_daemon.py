@@ -402,3 +402,40 @@ async def test_metrics_have_the_names_that_dashboards_ask_for(rig: Any) -> None:
         assert "kvbm_host_cache_hit_rate 1.0" in lines
         for name in ("offload_blocks_h2d", "offload_blocks_d2d", "onboard_blocks_d2d"):
             assert f"kvbm_{name} 0.0" in lines
+
+
+async def test_ranks_fill_a_block_by_themselves_in_any_order(rig: Any) -> None:
+    """H3: one slot, two ranks, no collective: the block is there when both shards are."""
+    both = Geometry(32, 8_192, 2, "test")
+    async with (
+        rig() as r,
+        engine(r.address, geometry=both, rank=0, worker="a") as first,
+        engine(r.address, geometry=both, rank=1, worker="a") as second,
+    ):
+        keys = chain("p", 4)
+        slots = await first.grant(4)
+
+        def filled(e: Any, number: int) -> pb.Filled:
+            data = content(keys[number], both) if e.rank == 0 else b"\x07" * both.shard_bytes
+            return pb.Filled(
+                slot=slots[number],
+                key=keys[number],
+                parent=keys[number - 1] if number else b"",
+                position=number,
+                checksum=e.fill(slots[number], data),
+            )
+
+        async def commit(e: Any, *numbers: int) -> list[int]:
+            request = pb.CommitRequest(owner=e.owner, filled=[filled(e, n) for n in numbers])
+            return list((await e.stub.Commit(request, timeout=5)).results)
+
+        assert await commit(first, 0, 1) == [2, 2]
+        assert not (await first.lookup(keys)).ready
+        assert await commit(second, 1, 0, 2) == [STORED, STORED, 2]
+        found = await second.lookup(keys)
+        assert len(found.ready) == 2
+        for key, block in zip(keys, found.ready, strict=False):
+            assert first.read(key, block) and second.read(key, block)
+        assert await commit(first, 2) == [STORED]
+        await second.release(found)
+        r.daemon.node.spaces[NAMESPACE].catalog.check_invariants()
