@@ -19,7 +19,7 @@ from forebay.worker.v1 import worker_pb2 as pb
 from forebay.worker.v1 import worker_pb2_grpc
 
 from services.common.arena import Arena, SlotHeader, SlotState
-from services.common.blocks import HashedAdapter, block_hashes
+from services.common.blocks import block_hashes
 from services.common.rpc.channel import open_channel
 from tests.models import VOCAB_SIZE
 from tests.support.kvbm import daemon_process, free_port
@@ -116,6 +116,11 @@ class Worker:
             return ""
 
         await until(done, lambda why: not why, within_s=20, what="reset")
+
+    async def card(self) -> Any:
+        """Its model card."""
+        answer = await self.stub.GetModelCard(pb.GetModelCardRequest(), timeout=5)
+        return answer.card
 
     async def metrics(self) -> dict[str, float]:
         def read() -> str:
@@ -217,7 +222,3 @@ class Node:
 def keys(tokens: Sequence[int], **more: Any) -> list[bytes]:
     """Hashes of a prompt's full blocks."""
     return block_hashes(tokens, BLOCK, **more)
-
-
-def hashed(name: str, path: str) -> HashedAdapter:
-    return HashedAdapter(name, path)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import random
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import load_file, save_file
 
+from services.common.blocks import HashedAdapter
 from tests.models import default_cache_dir, tiny_adapter, tiny_model
 from tests.support.polling import until
-from tests.support.tiers import BLOCK, START_S, Node, Worker, keys, prompt
+from tests.support.tiers import BLOCK, Node, Worker, keys, prompt
 
 pytestmark = [
     pytest.mark.engine,
@@ -33,6 +35,18 @@ class Rig:
     adapter: Path
 
 
+@asynccontextmanager
+async def both(*workers: Worker) -> AsyncIterator[tuple[Worker, ...]]:
+    """Started together: each takes a while."""
+    contexts = [worker.running() for worker in workers]
+    await asyncio.gather(*(c.__aenter__() for c in contexts))
+    try:
+        yield workers
+    finally:
+        for context in contexts:
+            await context.__aexit__(None, None, None)
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     folder = tmp_path_factory.mktemp("tiers")
@@ -40,15 +54,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     node = Node(folder, tiny_model(default_cache_dir()), "--arena-share", "0.4")
     a = node.worker("a", "--adapters", f"twist={adapter}")
     b = node.worker("b", "--engine-mode", "async")
-    async with node.running():
-        # Together: each takes a while to start.
-        contexts = [a.running(), b.running()]
-        await asyncio.gather(*(c.__aenter__() for c in contexts))
-        try:
-            yield Rig(node, a, b, adapter)
-        finally:
-            for context in contexts:
-                await context.__aexit__(None, None, None)
+    async with node.running(), both(a, b):
+        yield Rig(node, a, b, adapter)
 
 
 async def test_two_workers_share_one_copy(rig: Rig) -> None:
@@ -71,8 +78,6 @@ async def test_two_workers_share_one_copy(rig: Rig) -> None:
 
 async def test_a_bad_block_in_an_engine_of_its_own_process(rig: Rig) -> None:
     """C1, and true counts across the process boundary."""
-    import random
-
     p = prompt(LENGTH, "bad async")
     fresh = await rig.a.ask(p)
     await rig.node.stored(keys(p))
@@ -130,6 +135,45 @@ async def test_a_killed_daemon_fails_nobody_and_its_successor_is_used(rig: Rig) 
     await rig.node.at_rest()
 
 
+async def test_new_weights_and_new_adapters_under_old_names_hit_nothing(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """I3, I5: the same names, the same prompt, other bytes."""
+    p = prompt(LENGTH, "names")
+    adapter = tmp_path / "adapter"
+    shutil.copytree(rig.adapter, adapter)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    turned = {k: -v if "lora_B" in k else v for k, v in weights.items()}
+    save_file(turned, adapter / "adapter_model.safetensors")
+    model = tmp_path / "model"
+    shutil.copytree(rig.node.model, model)
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights[name] = -weights[name]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+    base = await rig.a.ask(p)
+    twisted = await rig.a.ask(p, adapter="twist")
+    assert twisted.tokens != base.tokens
+    await rig.node.stored(keys(p))
+    path = (await rig.a.card()).adapters[0].path
+    await rig.node.stored(keys(p, adapter=HashedAdapter("twist", path)))
+    await rig.a.reset()
+    assert (await rig.a.ask(p, adapter="twist")).cached == 10 * BLOCK
+    async with both(
+        rig.node.worker("adapters", "--adapters", f"twist={adapter}"),
+        rig.node.worker("weights", model=model),
+    ) as (other_adapter, other_weights):
+        hit = await other_adapter.ask(p)
+        assert (hit.tokens, hit.cached) == (base.tokens, 10 * BLOCK)
+        answer = await other_adapter.ask(p, adapter="twist")
+        assert answer.cached == 0
+        assert answer.tokens != twisted.tokens
+        answer = await other_weights.ask(p)
+        assert answer.cached == 0
+        assert len((await rig.node.stats()).namespaces) == 2
+
+
 async def test_a_killed_engine_s_blocks_serve_its_successor(rig: Rig) -> None:
     """kill -9 of a worker loses no block and leaks no slot."""
     p = prompt(LENGTH, "successor")
@@ -151,60 +195,3 @@ async def test_a_killed_engine_s_blocks_serve_its_successor(rig: Rig) -> None:
         answer = await worker.ask(p)
         assert (answer.tokens, answer.cached) == (fresh.tokens, 10 * BLOCK)
     await rig.node.at_rest()
-
-
-async def test_new_weights_and_new_adapters_under_old_names_hit_nothing(
-    rig: Rig, tmp_path: Path
-) -> None:
-    """I3, I5: the same names, the same prompt, other bytes."""
-    p = prompt(LENGTH, "names")
-    other = tmp_path / "adapter"
-    shutil.copytree(rig.adapter, other)
-    weights = load_file(other / "adapter_model.safetensors")
-    save_file(
-        {k: -v if "lora_B" in k else v for k, v in weights.items()},
-        other / "adapter_model.safetensors",
-    )
-    async with rig.node.worker("c", "--adapters", f"twist={rig.adapter}").running() as worker:
-        base = await worker.ask(p)
-        twisted = await worker.ask(p, adapter="twist")
-        assert twisted.tokens != base.tokens
-        await rig.node.stored(keys(p))
-        await worker.reset()
-        assert (await worker.ask(p, adapter="twist")).cached == 10 * BLOCK
-    async with rig.node.worker("d", "--adapters", f"twist={other}").running() as worker:
-        hit = await worker.ask(p)
-        assert (hit.tokens, hit.cached) == (base.tokens, 10 * BLOCK)
-        answer = await worker.ask(p, adapter="twist")
-        assert answer.cached == 0
-        assert answer.tokens != twisted.tokens
-    model = tmp_path / "model"
-    shutil.copytree(rig.node.model, model)
-    weights = load_file(model / "model.safetensors")
-    name = "model.layers.0.self_attn.k_proj.weight"
-    weights[name] = -weights[name]
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    async with rig.node.worker("e", model=model).running() as worker:
-        answer = await worker.ask(p)
-        assert answer.cached == 0
-        assert len((await rig.node.stats()).namespaces) == 2
-
-
-async def test_a_model_that_tiers_can_t_hold_is_refused_at_the_start(
-    rig: Rig, tmp_path: Path
-) -> None:
-    """K7, C6: by name, before any request."""
-    model = tmp_path / "windowed"
-    shutil.copytree(rig.node.model, model)
-    config = json.loads((model / "config.json").read_text())
-    config |= {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 0}
-    (model / "config.json").write_text(json.dumps(config))
-    worker = rig.node.worker("w", model=model)
-    worker.process.start()
-    try:
-        assert await worker.process.until_ended(START_S) != 0
-    finally:
-        worker.process.close()
-    said = worker.process.log_text()
-    assert "kvbm does not support a sliding window (128 tokens)" in said
-    assert "Traceback" not in said

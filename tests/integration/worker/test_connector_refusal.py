@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from services.common.settings import SettingsError
+from services.worker.config import WorkerSettings
 from services.worker.connector.geometry import check_cache, check_config, in_layer_order
 from services.worker.errors import EngineStartError
 
@@ -115,3 +120,61 @@ def test_layers_are_taken_by_their_numbers_and_once() -> None:
     shuffled["model.layers.12.self_attn.attn"] = tensors["model.layers.3.self_attn.attn"]
     ordered = in_layer_order(shuffled)
     assert [t.data_ptr() for t in ordered] == [t.data_ptr() for t in tensors.values()]
+
+
+def test_a_real_configuration_is_refused_before_anything_is_loaded(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """K7, C6: and without kvbm they are none of its business."""
+    from vllm.config import KVEventsConfig
+
+    from services.worker.engines.vllm.arguments import engine_config
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path, model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 0}
+    (model / "config.json").write_text(json.dumps(config))
+
+    def configure(kvbm: str) -> Any:
+        settings = WorkerSettings(model=str(model), max_model_len=1024, kvbm=kvbm)
+        return engine_config(settings, (), KVEventsConfig(), {})
+
+    assert configure("").kv_transfer_config is None
+    with pytest.raises(EngineStartError, match="a sliding window .128 tokens."):
+        configure("127.0.0.1:8300")
+
+
+def test_another_transfer_beside_kvbm_is_refused(tiny_model_path: Path) -> None:
+    from vllm.config import KVEventsConfig
+
+    from services.worker.engines.vllm.arguments import engine_config
+
+    settings = WorkerSettings(
+        model=str(tiny_model_path),
+        kvbm="127.0.0.1:8300",
+        engine_args={"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+    )
+    with pytest.raises(SettingsError, match="kv_transfer_config"):
+        engine_config(settings, (), KVEventsConfig(), {})
+
+
+def test_the_connector_is_told_the_namespace_of_the_model_s_card(tiny_model_path: Path) -> None:
+    """I5: one function makes both, from weights and words; other weights are another namespace."""
+    from vllm.config import KVEventsConfig
+
+    from services.worker.adapters.files import DigestCache, namespace, weights_digest
+    from services.worker.engines.vllm.arguments import engine_config
+    from services.worker.engines.vllm.profile import identify
+
+    settings = WorkerSettings(
+        model=str(tiny_model_path), max_model_len=1024, kvbm="127.0.0.1:8300", id="w7"
+    )
+    made = engine_config(settings, (), KVEventsConfig(), {})
+    words = identify(made, settings)
+    extra = made.kv_transfer_config.kv_connector_extra_config
+    card = namespace(weights_digest(tiny_model_path, DigestCache()), words)
+    assert bytes.fromhex(extra["namespace"]) == card
+    assert (extra["worker"], extra["address"]) == ("w7", "127.0.0.1:8300")
+    assert namespace(bytes(32), words) != card
+    assert namespace(weights_digest(tiny_model_path, DigestCache()), {**words, "x": "y"}) != card

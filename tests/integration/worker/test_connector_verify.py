@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 async def test_a_zeroed_block_shows_in_the_text_when_nobody_looks(
     tmp_path: Path, tiny_model_path: Path
 ) -> None:
-    node = Node(tmp_path, tiny_model_path, "--verify", "false")
+    node = Node(tmp_path, tiny_model_path, "--no-verify")
     p = prompt(10 * BLOCK + 5, "control")
     async with node.running(), node.worker("a").running() as worker:
         fresh = await worker.ask(p, 16)
