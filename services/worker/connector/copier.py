@@ -83,7 +83,9 @@ class Copier:
         """Copies slots into G1 blocks; for each, whether G1 now holds just what was asked for.
 
         That is: after the copy the slot is still sealed with the key in the generation asked for,
-        and the bytes in G1 have the checksum. Where it says False the block holds anything.
+        and the bytes in G1 have the checksum. Where it says False, or raises after it began, the
+        block holds zeros: bad bytes must not stay in a cache, whoever gets the block next. Kernels
+        multiply also what lies beyond a sequence's end, by 0, and a NaN there is a NaN for all.
         Writes nothing before `after` is done, as in `save`. Raises IndexError for a block that
         isn't there; a slot that isn't is False.
         """
@@ -93,9 +95,17 @@ class Copier:
         self._lanes.wait(self._lanes.load, after)
         blocks = [item.block for item in there]
         slots = [item.slot.index for item in there]
-        found = self._lanes.load.move(blocks, slots, self._verify)
-        verdicts = iter([self._is(item, total) for item, total in zip(there, found, strict=True)])
-        return [ok and next(verdicts) for ok in good]
+        verdicts: list[bool] = []
+        try:
+            found = self._lanes.load.move(blocks, slots, self._verify)
+            for item, total in zip(there, found, strict=True):
+                verdicts.append(self._is(item, total))
+        finally:
+            verdicts += [False] * (len(there) - len(verdicts))
+            if bad := [block for block, ok in zip(blocks, verdicts, strict=True) if not ok]:
+                self._lanes.clear(bad)
+        told = iter(verdicts)
+        return [ok and next(told) for ok in good]
 
     def _is(self, item: LoadItem, found: int) -> bool:
         if not self._verify:

@@ -77,6 +77,11 @@ class CpuCache:
             np.copyto(piece, shard[at : at + len(piece)])
             at += len(piece)
 
+    def clear(self, block: int) -> None:
+        """Zeros."""
+        for piece in self._pieces(block):
+            piece.fill(0)
+
     def checksum(self, block: int) -> int:
         """XXH3-64 over the block's bytes in G1, in layer order."""
         digest = xxhash.xxh3_64()
@@ -113,10 +118,16 @@ def cpu_lanes(
 ) -> Lanes:
     """Both directions for a cache in host memory, whose work is done when a call returns."""
     cache = CpuCache(layout, caches)
+
+    def clear(blocks: Sequence[int]) -> None:
+        for block in blocks:
+            cache.clear(block)
+
     return Lanes(
         _CpuLane(cache.copy_out, cache, arena, rank),
         _CpuLane(cache.copy_in, cache, arena, rank),
         fence=lambda: None,
         wait=lambda lane, after: None,
+        clear=clear,
         close=lambda: None,
     )

@@ -238,6 +238,14 @@ def gpu_lanes(
     def hold(lane: Lane, event: Any) -> None:
         device.hold(save.stream if lane is save else load.stream, event)
 
+    def clear(blocks: Sequence[int]) -> None:
+        with device.on(load.stream):
+            index = torch.tensor(blocks, dtype=torch.long, device=layers[0].device)
+            for layer in layers:
+                layer.index_fill_(0, index, 0)
+            done = device.mark()
+        device.wait(done)
+
     def close() -> None:
         for lane in (save, load):
             with device.on(lane.stream):
@@ -246,7 +254,7 @@ def gpu_lanes(
         while pinned:
             device.unpin(pinned.pop())
 
-    return Lanes(save, load, device.mark, hold, close)
+    return Lanes(save, load, device.mark, hold, clear, close)
 
 
 def pin_arena(arena: Arena, device: Device, most: int = PIN_BYTES) -> list[int]:

@@ -29,4 +29,6 @@ class Lanes:
     """Marks all work that the engine's current stream was given so far."""
     wait: Callable[[Lane, Any], None]
     """Lets a lane begin nothing before that work is done; None: any work whatever."""
+    clear: Callable[[Sequence[int]], None]
+    """Fills blocks of the cache with zeros; is done when it returns."""
     close: Callable[[], None]

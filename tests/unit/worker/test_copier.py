@@ -243,6 +243,32 @@ def test_only_what_was_asked_for_is_good(rig: Rig) -> None:
     assert rig.copier.load(items) == [True] * 4
 
 
+def test_bad_bytes_do_not_stay_in_the_cache(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C1: a kernel multiplies what lies beyond a sequence's end by 0, and 0 times NaN is NaN."""
+    items = rig.stored(range(4), range(4))
+    before = [rig.bytes(b) for b in range(BLOCKS)]
+    rig.arena.shard(1, 0)[:] = b"\xff" * rig.copier.shard_bytes
+    missing = replace(items[3], slot=Slot(SLOTS, 3))
+    assert rig.copier.load([*items[:3], missing]) == [True, False, True, False]
+    empty = bytes(rig.copier.shard_bytes)
+    before[1] = empty
+    assert [rig.bytes(b) for b in range(BLOCKS)] == before
+    # The same when it breaks in between: what was not found good is not left there.
+    real = rig.copier._lanes.load.move
+
+    def move(blocks: Sequence[int], slots: Sequence[int], sums: bool) -> Iterator[int]:
+        for number, total in enumerate(real(blocks, slots, sums)):
+            if number == 2:
+                raise RuntimeError("broken")
+            yield total
+
+    monkeypatch.setattr(rig.copier._lanes.load, "move", move)
+    with pytest.raises(RuntimeError, match="broken"):
+        rig.copier.load(items)
+    before[2] = before[3] = empty
+    assert [rig.bytes(b) for b in range(BLOCKS)] == before
+
+
 def test_a_slot_that_is_reused_during_the_copy_is_a_miss(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
