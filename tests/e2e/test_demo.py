@@ -1,4 +1,4 @@
-"""`forebay demo routing` on the real small model."""
+"""`forebay demo routing` on real engines, with the tiny model: their start takes the time."""
 
 import asyncio
 import json
@@ -11,11 +11,14 @@ import pytest
 pytestmark = pytest.mark.timeout(600)
 
 
-async def test_demo_routing(tmp_path: Path) -> None:
+async def test_demo_routing(tmp_path: Path, tiny_model_path: Path) -> None:
     picture = tmp_path / "routing.png"
     done = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "services.cli", "demo", "routing", "--json", "--png", str(picture)],
+        [
+            *(sys.executable, "-m", "services.cli", "demo", "routing", "--json"),
+            *("--model", str(tiny_model_path), "--png", str(picture)),
+        ],
         capture_output=True,
         text=True,
         timeout=580,
