@@ -72,7 +72,7 @@ class Worker:
     rpc: RpcServer
     record: Registered
     metrics: WorkerMetrics
-    told: tuple[bool, str] = (True, "")
+    told: tuple[bool, str]
     """What was last said of `serving` and of `kvbm`."""
 
     async def run(self, life: Lifecycle, drain_timeout_s: float) -> None:
@@ -153,7 +153,7 @@ async def worker(
         if engine is None:
             named = settings.model_copy(update={"id": id})
             engine = await _unless_stopped(life, stack.enter_async_context(open_vllm(named)))
-        cards = await _unless_stopped(life, _prepare(engine, settings))
+        cards, node = await _unless_stopped(life, _prepare(engine, settings))
         tiers = None
         if settings.kvbm:
             tiers = await stack.enter_async_context(
@@ -174,6 +174,7 @@ async def worker(
             tiers,
         )
         stack.callback(service.close)
+        service.kvbm = node
         servicer.attach(service)
         instance = Instance(
             id=id,
@@ -186,19 +187,20 @@ async def worker(
             card=cards.card,
             labels=settings.labels,
             dp_size=engine.profile.dp_size,
+            kvbm=node,
         )
         if registrar is None:
             registrar = await stack.enter_async_context(open_discovery(settings))
         await rpc.set_serving(True)
         metrics.serving.set(True)
         record = await stack.enter_async_context(registrar.registered(instance))
-        yield Worker(instance, service, rpc, record, metrics)
+        yield Worker(instance, service, rpc, record, metrics, (True, node))
 
 
-async def _prepare(engine: Engine, settings: WorkerSettings) -> CardSet:
+async def _prepare(engine: Engine, settings: WorkerSettings) -> tuple[CardSet, str]:
+    """The cards of a warm engine, and the kvbm that it is attached to."""
     cards = await asyncio.to_thread(build_cards, settings.name, engine.profile, DigestCache())
-    await warm_up(engine)
-    return cards
+    return cards, await warm_up(engine)
 
 
 async def _unless_stopped(life: Lifecycle, work: Coroutine[Any, Any, T]) -> T:

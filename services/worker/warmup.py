@@ -11,25 +11,30 @@ from services.worker.errors import EngineStartError
 WARM_UP_TIMEOUT_S = 300.0
 
 
-async def warm_up(engine: Engine) -> None:
+async def warm_up(engine: Engine) -> str:
     """Runs short requests with sampling and log probabilities, then forgets their blocks.
 
-    One for the model and one for each adapter: a broken adapter shows here. Raises EngineStartError
-    when the engine does not answer.
+    One for the model and one for each adapter: a broken adapter shows here. Returns the id of the
+    kvbm daemon that the engine's connector was attached to by then, empty for none. Raises
+    EngineStartError when the engine does not answer.
     """
     profile = engine.profile
+    nodes = [""]
     for adapter in ("", *(a.name for a in profile.adapters)):
-        await _ask(engine, adapter)
+        await _ask(engine, adapter, nodes)
     if not await engine.reset_cache():
         raise EngineStartError("the engine can't forget its first requests")
+    return nodes[-1]
 
 
-async def _ask(engine: Engine, adapter: str) -> None:
+async def _ask(engine: Engine, adapter: str, nodes: list[str]) -> None:
     profile = engine.profile
     done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     ends: list[str] = []
 
     def on_step(step: Step) -> None:
+        if step.tiers is not None and step.tiers.node is not None:
+            nodes.append(step.tiers.node)
         ends.extend(o.error for o in step.outputs if o.finish is not None)
         # Its blocks are free when the engine says so: with its next step at the latest.
         free = any(load.running == load.used_blocks == 0 for load in step.loads)

@@ -28,6 +28,7 @@ from services.worker.engines.port import (
     EngineRequest,
     Output,
     Step,
+    TierNews,
 )
 from tests.models import EOS_ID, VOCAB_SIZE, default_cache_dir, tiny_model
 
@@ -62,6 +63,7 @@ class FakeEngine:
         max_running: int = 32,
         step_s: float = 0.0,
         adapters: Sequence[Adapter] = (),
+        tiers: TierNews | None = None,
     ) -> None:
         example = [(i * 31 + 7) % VOCAB_SIZE for i in range(2 * block_size)]
         self._profile = EngineProfile(
@@ -84,6 +86,7 @@ class FakeEngine:
         self._budget = max_batched_tokens
         self._max_running = max_running
         self.step_s = step_s
+        self._tiers = tiers
         self._waiting: list[_Run] = []
         self._running: list[_Run] = []
         self._aborts: list[str] = []
@@ -207,7 +210,14 @@ class FakeEngine:
             if run.computed == len(run.tokens):
                 outputs.append(self._produce(run))
         self._on_step(
-            Step(self._steps, self.step_s or 1e-6, tuple(outputs), tuple(changes), (self._load(),))
+            Step(
+                self._steps,
+                self.step_s or 1e-6,
+                tuple(outputs),
+                tuple(changes),
+                (self._load(),),
+                self._tiers,
+            )
         )
 
     def _apply_aborts(self) -> list[Output]:

@@ -141,7 +141,7 @@ def test_a_real_configuration_is_refused_before_anything_is_loaded(
         return engine_config(settings, (), KVEventsConfig(), {})
 
     assert configure("").kv_transfer_config is None
-    with pytest.raises(EngineStartError, match="a sliding window .128 tokens."):
+    with pytest.raises(EngineStartError, match=r"a sliding window \(128 tokens\)"):
         configure("127.0.0.1:8300")
 
 

@@ -254,6 +254,14 @@ async def test_the_record_names_the_daemon_once_the_engine_is_attached(tmp_path:
         assert metrics['forebay_worker_kvbm_events_total{event="lost"}'] == 1
 
 
+async def test_an_engine_attached_before_it_serves_is_registered_so(tmp_path: Path) -> None:
+    """What the connector said while the engine warmed up is not lost."""
+    options = {"tiers": TierNews({}, "node-9")}
+    async with rig(engine_options=options, kvbm="127.0.0.1:1") as worker:
+        assert worker.discovery.registered_instances[0].kvbm == "node-9"
+        assert len(worker.discovery.registered_instances) == 1
+
+
 @pytest.mark.parametrize("value", ["nonsense", "unix:relative", ":9", "host:"])
 def test_an_address_that_is_none_is_refused(value: str) -> None:
     from services.worker.config import WorkerSettings
