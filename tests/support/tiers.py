@@ -164,7 +164,8 @@ class Node:
         argv += ["--port", "0", "--events-port", "0", "--metrics-port", "0"]
         argv += ["--etcd-endpoints", "127.0.0.1:1", "--max-model-len", "1024"]
         argv += ["--kv-cache-gb", str(BLOCK_BYTES * blocks / 2**30)]
-        argv += ["--kvbm", f"127.0.0.1:{self.port}", *flags]
+        # On a busy machine an answer may take a while; what that costs is tested elsewhere.
+        argv += ["--kvbm", f"127.0.0.1:{self.port}", "--kvbm-timeout-s", "3", *flags]
         process = Process(name, argv, self.folder)
         process.argv += ["--ready-file", str(process.ready_file)]
         return Worker(process)

@@ -168,6 +168,8 @@ async def open_kvbm(
 ) -> AsyncIterator[KvbmClient]:
     """A client of the daemon at `address`, whether or not it is there."""
     async with open_channel(address) as channel:
+        # Now, not within the first request's deadline.
+        channel.get_state(try_to_connect=True)
         client = KvbmClient(kvbm_pb2_grpc.KvbmServiceStub(channel), namespace, timeout_s, metrics)
         try:
             yield client
