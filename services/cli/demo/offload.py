@@ -1,7 +1,7 @@
 """`forebay demo offload`: what happens to KV blocks when the engine's own memory is too small.
 
 Several people with long documents come back at a set rate. The engine's cache (G1) holds two of
-the documents, host memory (G2) some more, the disk (G3) all. First with kvbm, then the same visits
+the documents, host memory (G2) three, the disk (G3) all. First with kvbm, then the same visits
 without; in float32, so that the answers can be compared token for token.
 """
 
@@ -27,6 +27,7 @@ from services.cli.adapters.rpc import open_worker
 from services.cli.console import stderr
 from services.cli.demo.offload_picture import draw
 from services.cli.demo.samples import Sample, sample_of
+from services.cli.demo.sizes import sizes_for
 from services.cli.demo.visits import Visit, calibration_prompt, fitting_qps, plan_visits
 from services.cli.errors import CliError, RequestFailed
 from services.cli.model import Model
@@ -37,8 +38,6 @@ from services.cli.up.run import Cluster, StopRequests, run_cluster, wait_serving
 from services.cli.up.view import LiveReporter, PlainReporter, Reporter
 from services.common.errors import FailedPrecondition
 
-G1_GB, G2_GB, G3_GB = 0.125, 0.25, 1.0
-_MAX_MODEL_LEN = 2048
 _NEW_TOKENS = 8
 _SAMPLE_S = 0.25
 _RESTART_S = 90.0
@@ -135,6 +134,8 @@ async def _measure(
     qps: float | None,
     reporter: Reporter,
 ) -> Result:
+    documents = [v.prompt for v in plan_visits(users, visits_each, 1.0)] + [calibration_prompt()]
+    sizes = sizes_for(Path(model.location), documents)
     options = UpOptions(
         state_dir=str(state_dir),
         model=model.location,
@@ -142,10 +143,10 @@ async def _measure(
         workers=1,
         auto_ports=True,
         float32=True,
-        kv_cache_gb=G1_GB,
-        max_model_len=_MAX_MODEL_LEN,
-        cpu_cache_gb=G2_GB,
-        disk_cache_gb=G3_GB,
+        kv_cache_gb=sizes.gib(sizes.g1_blocks),
+        max_model_len=sizes.max_model_len,
+        cpu_cache_gb=sizes.gib(sizes.g2_blocks),
+        disk_cache_gb=sizes.gib(sizes.g3_blocks),
         disk_cache_dir=str(state_dir / "kvbm"),
         drain_timeout_s=5.0,
     )

@@ -22,7 +22,7 @@ _QUESTIONS = (
 MOST_USERS = len(_NAMES) - 1
 """One name is kept for `calibration_prompt`."""
 
-LEAST_QPS, MOST_QPS = 0.12, 0.5
+LEAST_QPS, MOST_QPS = 0.12, 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,10 +114,10 @@ def plan_caches(
     return CachePlan(
         Caches(
             socket=str(socket_path(state_dir)),
-            cpu_gb=round(cpu_gb, 3),
+            cpu_gb=round(cpu_gb, 6),
             cpu_dir=_absolute(cpu_dir),
             own_cpu_dir=own_cpu,
-            disk_gb=round(disk_gb, 3),
+            disk_gb=round(disk_gb, 6),
             disk_dir=_absolute(disk_dir) if disk_gb > 0 else "",
             own_disk_dir=own_disk,
         ),

@@ -241,9 +241,9 @@ def _kvbm_flags(options: UpOptions, ports: Ports, caches: Caches) -> tuple[str, 
         f"--events-port={events}",
         f"--metrics-port={metrics}",
         f"--socket={caches.socket}",
-        f"--cpu-cache-gb={caches.cpu_gb:g}",
+        f"--cpu-cache-gb={caches.cpu_gb:.6g}",
         f"--cpu-cache-dir={caches.cpu_dir}",
-        f"--disk-cache-gb={caches.disk_gb:g}",
+        f"--disk-cache-gb={caches.disk_gb:.6g}",
         f"--disk-cache-dir={caches.disk_dir}",
     ]
     if options.remote_url:

@@ -65,7 +65,7 @@ def test_a_small_machine_gets_less_and_is_told() -> None:
     """Never fails: 64 MiB of /dev/shm, as containers have, is a small G2; none is no kvbm."""
     found = plan(options(cpu_cache_gb=8.0), memory_gb=0.0625, disk_gb=0.5)
     assert found.caches is not None
-    assert (found.caches.cpu_gb, found.caches.disk_gb) == (0.062, 0.5)
+    assert (found.caches.cpu_gb, found.caches.disk_gb) == (0.0625, 0.5)
     assert "0.06 GiB instead of 8" in found.notes[0]
     assert "0.50 GiB instead of 1" in found.notes[1]
     found = plan(options(), memory_gb=0.01)

@@ -11,8 +11,9 @@ from services.cli.adapters.kvbm import NodeStats, TierRow
 from services.cli.demo.offload import Leg, Result
 from services.cli.demo.offload_picture import draw
 from services.cli.demo.samples import Sample, sample_of
+from services.cli.demo.sizes import block_bytes, sizes_for
 from services.cli.demo.visits import Visit, calibration_prompt, fitting_qps, plan_visits
-from services.cli.errors import CliError
+from services.cli.errors import CliError, ModelError
 
 
 def answer(ttft_s: float, *tokens: str) -> ChatAnswer:
@@ -45,11 +46,28 @@ def test_visits_return_with_the_same_beginning_at_the_set_rate() -> None:
 
 def test_the_rate_fits_the_machine() -> None:
     assert fitting_qps(2.0) == pytest.approx(0.3)
-    assert (fitting_qps(0.01), fitting_qps(100.0)) == (0.5, 0.12)
+    assert (fitting_qps(0.01), fitting_qps(100.0)) == (2.0, 0.12)
     prompt = calibration_prompt()
     firsts = [v.prompt for v in plan_visits(11, 2, 0.5) if v.number == 0]
     assert all(p[:60] != prompt[:60] for p in firsts)
     assert abs(len(prompt) - len(firsts[0])) < 200
+
+
+def test_caches_are_measured_in_documents(tiny_model_path: Path, tmp_path: Path) -> None:
+    prompts = [v.prompt for v in plan_visits(5, 2, 0.5)]
+    sizes = sizes_for(tiny_model_path, prompts)
+    document = sizes.max_model_len // 32
+    assert 2 * document < sizes.g1_blocks < 3 * document  # and one request of full length fits
+    assert sizes.g2_blocks - 64 > sizes.g1_blocks
+    assert sizes.g2_blocks - 64 < 5 * document < sizes.g3_blocks
+    assert sizes.block_bytes == 2 * 4 * 2 * 64 * 32 * 4
+    assert sizes.gib(1000) == pytest.approx(1010 * sizes.block_bytes / 2**30)
+    assert (
+        block_bytes({"num_attention_heads": 8, "hidden_size": 64, "num_hidden_layers": 3})
+        == 2 * 8 * 8 * 3 * 4 * 32
+    )
+    with pytest.raises(ModelError, match="needs a model folder"):
+        sizes_for(tmp_path, prompts)
 
 
 def stats(**counters: float) -> NodeStats:
