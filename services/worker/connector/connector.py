@@ -30,8 +30,9 @@ from services.worker.connector.geometry import (
     check_layout,
     in_layer_order,
 )
-from services.worker.connector.link import Hello, Link
+from services.worker.connector.link import Link
 from services.worker.connector.model import Orders, Report
+from services.worker.connector.news import Hello
 from services.worker.connector.plan import Plan
 from services.worker.connector.scheduler_side import MAX_PINNED_BLOCKS, SchedulerSide
 from services.worker.connector.stats import ForebayStats

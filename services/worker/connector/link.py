@@ -20,15 +20,29 @@ import grpc
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 from forebay.kvbm.v1 import kvbm_pb2_grpc
 
-from services.common.arena import Geometry
 from services.common.rpc.channel import CHANNEL_OPTIONS
 from services.common.rpc.errors import translate
 from services.common.telemetry.logging import get_logger
 from services.worker.connector.instructions import Ask, Await, Ended, Fill, Instructions
 from services.worker.connector.lookup import leased_blocks, lookup_request, terms_of
-from services.worker.connector.model import Attachment, LeasedBlock, Slot
+from services.worker.connector.model import Attachment, Slot
+from services.worker.connector.news import (
+    Attached,
+    Committed,
+    Found,
+    Gone,
+    Hello,
+    News,
+    Promoted,
+)
 from services.worker.connector.slots import SlotPool
-from services.worker.connector.terms import Terms
+from services.worker.connector.wire import (
+    attach_request,
+    commit_request,
+    needless,
+    release_request,
+    result_name,
+)
 
 CALL_TIMEOUT_S = 5.0
 RETRY_S = (0.1, 2.0)
@@ -44,59 +58,6 @@ ENDED_LIMIT = 4096
 INBOX_LIMIT = 16_384
 STOP_TIMEOUT_S = 2.0
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """What an engine says of itself when it attaches."""
-
-    namespace: bytes
-    geometry: Geometry
-    worker: str = ""
-    model: str = ""
-    g1_bytes: int = 0
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """The daemon took us; the worker side must lock and map before slots are granted."""
-
-    attachment: Attachment
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The attachment is void."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What became of fills: by key, whether the block needs no save any more."""
-
-    results: dict[bytes, bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Promoted:
-    """State of a lease's promotions; `ready` None: nothing more will be heard."""
-
-    request: str
-    lease: int
-    ready: tuple[LeasedBlock, ...] | None
-    promoting: int
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The answer to an Ask; `terms` None: there was none."""
-
-    request: str
-    terms: Terms | None
-
-
-News = Attached | Gone | Committed | Promoted | Found
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,22 +254,8 @@ class Link:
             return
         if self.slots.owner and not self.slots.quiet:
             return
-        hello = self._hello
         self._attaching = True
-        request = pb.AttachRequest(
-            namespace=hello.namespace,
-            geometry=pb.Geometry(
-                block_size_tokens=hello.geometry.block_size,
-                shard_bytes=hello.geometry.shard_bytes,
-                ranks=hello.geometry.ranks,
-                layout=hello.geometry.layout,
-            ),
-            rank=hello.rank,
-            worker=hello.worker,
-            former_owner=self.slots.owner,
-            g1_bytes=hello.g1_bytes,
-            model=hello.model,
-        )
+        request = attach_request(self._hello, self.slots.owner)
         self._call("Attach", request, self._attached, timeout_s=2 * CALL_TIMEOUT_S)
 
     def _attached(self, answer: Any) -> None:
@@ -367,7 +314,7 @@ class Link:
     def _detach(self) -> None:
         self.slots.close()
         if self._ended:
-            self._stub.Release.future(_release_request(self._ended), timeout=STOP_TIMEOUT_S)
+            self._stub.Release.future(release_request(self._ended), timeout=STOP_TIMEOUT_S)
         if self._owner and self.slots.quiet:
             try:
                 self._stub.Detach(pb.DetachRequest(owner=self._owner), timeout=STOP_TIMEOUT_S)
@@ -412,21 +359,8 @@ class Link:
         count = min(len(self._fills), COMMIT_BATCH)
         batch = [self._fills.popleft() for _ in range(count)]
         self._committing = batch
-        request = pb.CommitRequest(
-            owner=self._owner,
-            filled=[
-                pb.Filled(
-                    slot=pb.Slot(index=f.slot.index, generation=f.slot.generation),
-                    key=f.key,
-                    parent=f.parent,
-                    position=f.position,
-                    tenant=f.tenant,
-                    checksum=f.checksum,
-                )
-                for f in batch
-            ],
-            grant=max(0, self._grant_blocks - self._held + count),
-        )
+        grant = max(0, self._grant_blocks - self._held + count)
+        request = commit_request(self._owner, batch, grant)
         owner = self._owner
         self._call("Commit", request, lambda answer: self._committed(owner, answer))
 
@@ -446,13 +380,9 @@ class Link:
         self._held -= len(batch)
         results: dict[bytes, bool] = {}
         for fill, result in zip(batch, answer.results, strict=False):
-            name = pb.CommitResult.Name(result).removeprefix("COMMIT_RESULT_").lower()
-            self.counts[f"commit_{name}"] += 1
+            self.counts[f"commit_{result_name(result)}"] += 1
             if fill.key:
-                results[fill.key] = result not in (
-                    pb.COMMIT_RESULT_FENCED,
-                    pb.COMMIT_RESULT_UNSPECIFIED,
-                )
+                results[fill.key] = needless(result)
         self._news.append(Committed(results))
         self._take(answer.slots)
 
@@ -473,7 +403,7 @@ class Link:
                 room = ENDED_LIMIT - len(self._ended)
                 self._ended.extendleft(reversed(batch[:room]))
 
-        self._call("Release", _release_request(batch), released)
+        self._call("Release", release_request(batch), released)
 
     def _await(self, order: Await) -> None:
         left_s = order.until_s - time.monotonic()
@@ -515,14 +445,3 @@ class Link:
         )
         # The plan's own deadline bounds the wait; what comes later is given back.
         self._call("Lookup", request, answered)
-
-
-def _release_request(ended: Sequence[Ended] | deque[Ended]) -> pb.ReleaseRequest:
-    return pb.ReleaseRequest(
-        leases=[
-            pb.LoadReport(
-                lease=e.lease, loaded_blocks=e.loaded, seconds=e.seconds, bad_blocks=e.bad
-            )
-            for e in ended
-        ]
-    )

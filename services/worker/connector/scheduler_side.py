@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.common.telemetry.logging import get_logger
-from services.worker.connector.link import Attached, Committed, Found, Gone, Link, Promoted
+from services.worker.connector.link import Link
 from services.worker.connector.model import Attachment, LoadOrder, Orders, Report, SaveOrder
+from services.worker.connector.news import Attached, Committed, Found, Gone, Promoted
 from services.worker.connector.plan import Plan
 from services.worker.connector.saves import Pick
 from services.worker.connector.terms import from_params

@@ -17,17 +17,17 @@ from forebay.kvbm.v1 import kvbm_pb2 as pb
 from services.common.arena import Geometry
 from services.common.ownerlock import OwnerLock
 from services.worker.connector.instructions import Ask, Await, Ended, Fill, Instructions
-from services.worker.connector.link import (
+from services.worker.connector.link import Link
+from services.worker.connector.model import Slot
+from services.worker.connector.news import (
     Attached,
     Committed,
     Found,
     Gone,
     Hello,
-    Link,
     News,
     Promoted,
 )
-from services.worker.connector.model import Slot
 from services.worker.connector.terms import Terms
 from tests.fakes.kvbm import FakeKvbm, serve_kvbm
 from tests.support.kvbm import free_port

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from services.worker.connector.instructions import Instructions
-from services.worker.connector.link import Attached, Gone, News
 from services.worker.connector.model import Attachment, LeasedBlock, Loaded, Report, Saved, Slot
+from services.worker.connector.news import Attached, Gone, News
 from services.worker.connector.plan import Plan
 from services.worker.connector.scheduler_side import SchedulerSide
 from services.worker.connector.slots import SlotPool
