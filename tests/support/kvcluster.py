@@ -20,7 +20,7 @@ from forebay.worker.v1 import worker_pb2
 
 from services.common.blocks import block_hashes
 from services.common.rpc.channel import open_channel
-from tests.support.client import WorkerClient
+from tests.support.client import WorkerClient, metric
 from tests.support.cluster import MODEL, Cluster, EtcdServer
 from tests.support.kvbm import free_port
 from tests.support.polling import until
@@ -188,13 +188,24 @@ class KvCluster:
         await until(held, lambda h: h == (0, 0), within_s=20, what="leases and quarantine at 0")
 
     async def attached(self) -> None:
-        """Waits until all live workers are attached to the daemon."""
+        """Waits until all live workers are attached to the daemon, and ask it again."""
         workers = [n for n, p in self.cluster.processes.items() if n[:6] == "worker" and p.alive]
 
         async def known() -> set[str]:
             return {w for n in (await self.stats()).namespaces for w in n.workers}
 
         await until(known, lambda k: k >= set(workers), within_s=30, what="workers attached")
+        for name in workers:
+            await until(
+                lambda n=name: self._asks(n), within_s=30, what=f"look-ups of {name}", every_s=0.2
+            )
+
+    async def _asks(self, worker: str) -> bool:
+        """Whether a worker asks the daemon; one that had given it up tries again with a request."""
+        address = self.cluster.ready(worker).metrics_address
+        if await metric(address, "forebay_worker_kvbm_breaker_open"):
+            await self.ask(worker, prompt(random.getrandbits(60), 1), max_tokens=1)
+        return not await metric(address, "forebay_worker_kvbm_breaker_open")
 
     async def scrub(self) -> tuple[int, int]:
         """Verifies all blocks in memory and on disk now: how many, and how many were bad."""
