@@ -12,24 +12,19 @@ import asyncio
 import hashlib
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 from forebay.kvbm.v1 import kvbm_pb2_grpc
 
 from benchmarks.kvbm import report
+from benchmarks.kvbm.bare import bare_engine
 from benchmarks.kvbm.report import Report, percentile
 from benchmarks.kvbm.rig import daemon, folders
-from services.common.arena import Arena, checksum
-from services.common.ownerlock import OwnerLock
 from services.common.rpc.channel import open_channel
 
 BLOCKS = 512
-SHARD_BYTES = 8192
 NAMESPACE = hashlib.sha256(b"benchmark").digest()
+GEOMETRY = pb.Geometry(block_size_tokens=32, shard_bytes=8192, ranks=1, layout="bench")
 TOGETHER = 8
 WARM = 20
 
@@ -41,43 +36,6 @@ def chain(blocks: int) -> list[bytes]:
         last = hashlib.sha256(last + number.to_bytes(8, "big")).digest()
         keys.append(last)
     return keys
-
-
-@asynccontextmanager
-async def filled(address: str, keys: list[bytes]) -> AsyncIterator[None]:
-    """An engine that has stored a chain, and lives while the context lasts."""
-    async with open_channel(address) as channel:
-        stub = kvbm_pb2_grpc.KvbmServiceStub(channel)
-        geometry = pb.Geometry(
-            block_size_tokens=32, shard_bytes=SHARD_BYTES, ranks=1, layout="bench"
-        )
-        attach = pb.AttachRequest(namespace=NAMESPACE, geometry=geometry, worker="bench")
-        attached = await stub.Attach(attach, timeout=30)
-        lock = OwnerLock(Path(attached.lock_path))
-        arena = Arena.open(Path(attached.arena_path))
-        try:
-            for start in range(0, len(keys), 32):
-                await _save(stub, arena, attached.owner, keys, start)
-            yield
-        finally:
-            arena.close()
-            lock.close()
-
-
-async def _save(stub: Any, arena: Arena, owner: int, keys: list[bytes], start: int) -> None:
-    part = keys[start : start + 32]
-    granted = await stub.Grant(pb.GrantRequest(owner=owner, count=len(part)), timeout=10)
-    data = bytes(SHARD_BYTES)
-    filled = []
-    for number, (slot, key) in enumerate(zip(granted.slots, part, strict=True), start):
-        arena.shard(slot.index, 0)[:] = data
-        parent = keys[number - 1] if number else b""
-        filled.append(
-            pb.Filled(slot=slot, key=key, parent=parent, position=number, checksum=checksum(data))
-        )
-    answer = await stub.Commit(pb.CommitRequest(owner=owner, filled=filled), timeout=10)
-    if set(answer.results) != {pb.COMMIT_RESULT_STORED}:
-        raise RuntimeError(f"not stored: {answer.results}")
 
 
 async def seconds_of(address: str, keys: list[bytes], clients: int, count: int) -> list[float]:
@@ -112,8 +70,9 @@ async def measure(arguments: argparse.Namespace) -> Report:
     with folders() as place:
         async with (
             daemon(place, cpu_cache_gb=0.03, gate="always", scrub_mb_s=0) as kvbm,
-            filled(kvbm.address, keys),
+            bare_engine(kvbm.address, NAMESPACE, GEOMETRY) as engine,
         ):
+            await engine.save(keys, chained=True)
             for clients in (1, TOGETHER):
                 for name, address in (("TCP", kvbm.tcp), ("Unix socket", kvbm.address)):
                     before = kvbm.process.cpu_s

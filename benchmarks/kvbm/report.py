@@ -11,7 +11,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,15 @@ def percentile(values: Sequence[float], q: float) -> float:
     """The q-th percentile, 0 to 100."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * q / 100))]
+
+
+def turns(at_most: int, seconds: float) -> Iterator[int]:
+    """Numbers of turns to take: so many, or as many as begin in so many seconds; two at least."""
+    began = time.monotonic()
+    for number in range(at_most):
+        if number >= 2 and time.monotonic() - began > seconds:
+            return
+        yield number
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:

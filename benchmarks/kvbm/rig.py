@@ -253,7 +253,7 @@ async def worker(
     """A worker that serves `model` in float32; flags as its settings are called."""
     ready_file = place.disk / f"{name}.ready.json"
     given: dict[str, object] = {"model": model, "served_model_name": MODEL, "dtype": "float32"}
-    command = [sys.executable, "-P", "-m", module, *_flags(name, ready_file, {**given, **flags})]
+    command = [sys.executable, "-m", module, *_flags(name, ready_file, {**given, **flags})]
     process = Process(name, command, place.disk)
     process.start()
     try:
@@ -299,7 +299,7 @@ class Daemon:
             "disk_free_gb": 0,
         }
         flags = _flags(self.name, place.disk / f"{self.name}.ready.json", given | self._flags)
-        command = [sys.executable, "-P", "-m", "services.kvbm", *flags]
+        command = [sys.executable, "-m", "services.kvbm", *flags]
         self._process = Process(self.name, command, place.disk)
         self._process.start()
         self.tcp = (await self._process.ready(60))["address"]

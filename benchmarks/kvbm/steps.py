@@ -1,0 +1,99 @@
+"""What the connector takes of the engine's thread, step by step, with 32 requests that run.
+
+`python -m benchmarks.kvbm.steps [--json]`. A real engine with the small model decodes; timers stand
+around every call of vLLM into the connector, of both its sides, since here one thread runs both.
+"without copies": steps that neither order a load or a save nor hear of one's end. CPU time of the
+thread counts, as a thread that another process has pushed aside costs the engine nothing of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+
+from benchmarks.kvbm import report
+from benchmarks.kvbm.report import Report, percentile
+from benchmarks.kvbm.rig import daemon, folders, prompt, small_model, worker
+
+REQUESTS = 32
+GOAL_US = 100.0
+
+
+async def measure(arguments: argparse.Namespace) -> Report:
+    """All steps of a short run."""
+    told = Report(f"The connector's time a step, {REQUESTS} running requests")
+    with folders() as place:
+        timings = place.disk / "steps.json"
+        async with (
+            daemon(place, cpu_cache_gb=0.5) as kvbm,
+            worker(
+                "worker",
+                place,
+                small_model(),
+                module="benchmarks.kvbm.engine",
+                flags={
+                    "steps": timings,
+                    "kvbm": kvbm.address,
+                    "kv_cache_gb": 0.5,
+                    "max_model_len": 2048,
+                },
+            ) as engine,
+        ):
+            await kvbm.attached(1)
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(REQUESTS):
+                    tasks.create_task(engine.ask(prompt(arguments.prompt), arguments.output))
+        rows = json.loads(await asyncio.to_thread(timings.read_text))
+    full = [r for r in rows if r["requests"] == REQUESTS and r["tokens"] == REQUESTS]
+    still = [r for r in full if not r["copies"]]
+    busy = [r for r in rows if r["requests"] and r["copies"]]
+    told.raw = {"without_copies": still, "with_copies": busy}
+    if not still:
+        raise RuntimeError(f"no steps of {REQUESTS} requests without copies, of {len(rows)}")
+    cpu = [r["cpu_us"] for r in still]
+    wall = [r["wall_us"] for r in still]
+    calls: Counter[str] = Counter()
+    for row in still:
+        calls.update({k: v for k, v in row.items() if k in _CALLS})
+    dearest = ", ".join(f"{k} {v / len(still):.0f}" for k, v in calls.most_common(3))
+    note = f"{len(still)} steps; mean us of the dearest calls: {dearest}"
+    told.add("without copies, CPU, p50", percentile(cpu, 50), unit=" us", goal=GOAL_US, note=note)
+    told.add("without copies, CPU, p99", percentile(cpu, 99), unit=" us", goal=GOAL_US)
+    told.add("without copies, wall, p50", percentile(wall, 50), unit=" us")
+    if busy:
+        told.add(
+            "with copies, CPU, p50",
+            percentile([r["cpu_us"] for r in busy], 50),
+            unit=" us",
+            note=f"{len(busy)} steps; prefill, saves ordered and heard of",
+        )
+    return told
+
+
+_CALLS = frozenset(
+    (
+        "build_connector_meta",
+        "get_kv_connector_stats",
+        "has_pending_push_work",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "wait_for_save",
+        "get_finished",
+        "get_block_ids_with_load_errors",
+        "build_connector_worker_meta",
+        "update_connector_output",
+    )
+)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", type=int, default=65, help="tokens of each prompt")
+    parser.add_argument("--output", type=int, default=40, help="tokens of each answer")
+
+
+if __name__ == "__main__":
+    sys.exit(report.main(__doc__, measure, _options))
