@@ -70,8 +70,9 @@ drift: setup ## Are generated code and generated docs what their sources give?
 
 check: lint type contracts drift ## All static checks
 
-bench: setup ## Added latency and CPU of the gateway, router decisions a second
+bench: setup ## What gateway, router and kvbm cost and save: ratios with their goals
 	$(BIN)/python -m benchmarks.gateway $(ARGS)
+	$(BIN)/python -m benchmarks.kvbm $(ARGS)
 
 lock: setup ## Compile requirements/lock-*.txt anew (ARGS=--upgrade: newest versions)
 	$(BIN)/python -m tools.lock $(ARGS)
