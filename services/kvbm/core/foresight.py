@@ -31,6 +31,17 @@ _WATCHED = 4
 """One of so many keys is watched for learning."""
 
 
+class _Queue(OrderedDict[bytes, "_Node"]):
+    """Leaves of one kind and bin of age, oldest first."""
+
+    def __init__(self, kind: int, bin: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.bin = bin
+        self.listed = False
+        """Whether `victim` looks at it."""
+
+
 class _Node:
     __slots__ = ("found", "here", "key", "kids", "kind", "parent", "queue", "time")
 
@@ -45,7 +56,7 @@ class _Node:
         self.kids = 0
         """Blocks in the tier that follow it."""
         self.parent: _Node | None = None
-        self.queue: OrderedDict[bytes, _Node] | None = None
+        self.queue: _Queue | None = None
 
 
 class Foresight:
@@ -59,12 +70,14 @@ class Foresight:
         self._ghost_limit = min(_GHOSTS * capacity, _MOST_GHOSTS)
         self._size = 0
         self._now = 0
-        # Leaves by kind and bin of age, oldest first; inner blocks leave a queue when seen in it.
-        self._queues: list[list[OrderedDict[bytes, _Node]]] = [
-            [OrderedDict() for _ in range(self._reuse.bins + 1)] for _ in range(_KINDS)
+        # By kind and bin; inner blocks leave a queue when they are seen in it.
+        self._queues = [
+            [_Queue(kind, bin) for bin in range(self._reuse.bins + 1)] for kind in range(_KINDS)
         ]
-        self._ranked: list[tuple[OrderedDict[bytes, _Node], int, int]] = []
-        """All queues with kind and bin, the next to be evicted from first."""
+        self._ranked: list[_Queue] = []
+        """All queues, the next to be evicted from first."""
+        self._listed: list[_Queue] = []
+        """Those of them that aren't empty, and some that are."""
         self._period = max(16, capacity // 64)
         self._next = self._period
         self._rank()
@@ -122,8 +135,10 @@ class Foresight:
             before.kids -= 1
             if not before.kids and before.here and before.queue is None:
                 queue = self._queues[before.kind][self._reuse.bin_of(self._now - before.time)]
+                newest = queue[next(reversed(queue))].time if queue else 0
                 self._join(before, queue)
-                queue.move_to_end(before.key, last=False)
+                if before.time < newest:
+                    queue.move_to_end(before.key, last=False)
         self._ghosts[key] = node
         while len(self._ghosts) > self._ghost_limit:
             old, _ = self._ghosts.popitem(last=False)
@@ -139,9 +154,11 @@ class Foresight:
         if node.key[-1] % _WATCHED == 0:
             self._reuse.used(node.key, node.kind, self._now)
 
-    def _join(self, node: _Node, queue: OrderedDict[bytes, _Node]) -> None:
+    def _join(self, node: _Node, queue: _Queue) -> None:
         queue[node.key] = node
         node.queue = queue
+        if not queue.listed:
+            self._listed = []
 
     def _leave(self, node: _Node) -> None:
         if node.queue is not None:
@@ -154,16 +171,16 @@ class Foresight:
         """As Eviction's. An inner block goes only when all leaves are spared."""
         best: tuple[float, int, bytes] | None = None
         done: set[int] = set()
-        for queue, kind, bin in self._ranked:
-            if not queue or kind in done:
+        for queue in self._listed or self._list():
+            if not queue or queue.kind in done:
                 continue
             node = self._first(queue, spared)
             if node is None:
                 continue
-            done.add(kind)
-            value = self._reuse.value(kind, bin, self._now - node.time)
+            done.add(queue.kind)
+            value = self._reuse.value(queue.kind, queue.bin, self._now - node.time)
             # What came last is not judged yet: its prompt is still being stored.
-            rank = (value + (bin == 0), node.time, node.key)
+            rank = (value + (queue.bin == 0), node.time, node.key)
             if best is None or rank < best:
                 best = rank
             if len(done) == _KINDS:
@@ -173,9 +190,13 @@ class Foresight:
         rest = [n for n in self._nodes.values() if n.here and not spared(n.key)]
         return min(rest, key=lambda n: n.time).key if rest else None
 
-    def _first(
-        self, queue: OrderedDict[bytes, _Node], spared: Callable[[bytes], bool]
-    ) -> _Node | None:
+    def _list(self) -> list[_Queue]:
+        for queue in self._ranked:
+            queue.listed = bool(queue)
+        self._listed = [queue for queue in self._ranked if queue.listed]
+        return self._listed
+
+    def _first(self, queue: _Queue, spared: Callable[[bytes], bool]) -> _Node | None:
         inner: list[_Node] = []
         found = None
         for node in queue.values():
@@ -192,11 +213,11 @@ class Foresight:
         """As Eviction's: leaves in order, each with those before it that it leaves without use."""
         chosen: list[bytes] = []
         left: dict[bytes, int] = {}
-        for queue, kind, _ in self._ranked:
+        for queue in self._ranked:
             for leaf in queue.values():
                 node: _Node | None = leaf
                 while node is not None and node.here and not left.get(node.key, node.kids):
-                    if node is not leaf and node.kind != kind:
+                    if node is not leaf and node.kind != queue.kind:
                         break
                     if len(chosen) >= count:
                         return chosen
@@ -243,6 +264,7 @@ class Foresight:
                     self._leave(node)
                     if not node.kids:
                         self._join(node, queues[bin + 1])
+        self._listed = []
         if self._reuse.advance(self._now):
             self._rank()
 
@@ -252,7 +274,8 @@ class Foresight:
             for kind, row in enumerate(self._reuse.index)
             for bin, value in enumerate(row)
         )
-        self._ranked = [(self._queues[kind][-bin], kind, -bin) for _, bin, kind in ranks]
+        self._ranked = [self._queues[kind][-bin] for _, bin, kind in ranks]
+        self._listed = []
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the structure is broken."""
@@ -267,6 +290,9 @@ class Foresight:
             assert node.here or node.queue is None
             assert node.kids or not node.here or node.queue is not None, "a leaf in no queue"
             assert node.queue is None or node.queue[key] is node
+        assert not self._listed or all(
+            queue.listed or not queue for bins in self._queues for queue in bins
+        )
         queued = [key for bins in self._queues for queue in bins for key in queue]
         assert (
             len(queued)
