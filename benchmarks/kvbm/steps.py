@@ -46,7 +46,9 @@ async def measure(arguments: argparse.Namespace) -> Report:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(REQUESTS):
                     tasks.create_task(engine.ask(prompt(arguments.prompt), arguments.output))
-        rows = json.loads(await asyncio.to_thread(timings.read_text))
+        read = json.loads(await asyncio.to_thread(timings.read_text))
+    # What came before the first step has no requests.
+    rows = [r for r in read if "requests" in r]
     full = [r for r in rows if r["requests"] == REQUESTS and r["tokens"] == REQUESTS]
     still = [r for r in full if not r["copies"]]
     busy = [r for r in rows if r["requests"] and r["copies"]]

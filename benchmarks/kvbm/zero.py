@@ -85,7 +85,7 @@ async def measure(arguments: argparse.Namespace) -> Report:
                     took[engine] = await batch(engine, prompts)
                 pairs.append((took[ours], took[plain]))
             daemon_cpu = (kvbm.process.cpu_s - daemon_cpu) / len(pairs)
-            saved = (await kvbm.stats()).counters.get("kvbm_offload_blocks_d2h", 0.0)
+            saved = (await kvbm.stats()).counters.get("offload_blocks_d2h", 0.0)
     told.raw = {
         "pairs": [[asdict(a), asdict(b)] for a, b in pairs],
         "daemon_cpu_s_a_turn": daemon_cpu,
