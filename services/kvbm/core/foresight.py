@@ -27,8 +27,8 @@ _FOUND = 3
 _KINDS = _FOUND + 4
 _GHOSTS, _MOST_GHOSTS = 4, 1 << 18
 """Capacities of evicted blocks that are remembered; and most of them, at some 300 bytes each."""
-_WATCHED = 4
-"""One of so many keys is watched for learning."""
+_WATCHED = 1024
+"""Keys watched for learning in each capacity of uses, about; one of four, where that is less."""
 
 
 class _Queue(OrderedDict[bytes, "_Node"]):
@@ -65,12 +65,14 @@ class Foresight:
     def __init__(self, capacity: int) -> None:
         capacity = max(1, capacity)
         self._reuse = Reuse(capacity, _KINDS)
+        # A key is watched when its last byte has none of these bits.
+        self._unwatched = (4 << min(max(0, (capacity // _WATCHED).bit_length() - 2), 6)) - 1
         self._nodes: dict[bytes, _Node] = {}
         self._ghosts = OrderedDict[bytes, _Node]()
         self._ghost_limit = min(_GHOSTS * capacity, _MOST_GHOSTS)
         self._size = 0
         self._now = 0
-        # By kind and bin; inner blocks leave a queue when they are seen in it.
+        # By kind and bin.
         self._queues = [
             [_Queue(kind, bin) for bin in range(self._reuse.bins + 1)] for kind in range(_KINDS)
         ]
@@ -108,6 +110,7 @@ class Foresight:
             node.parent = before
             if before is not None:
                 before.kids += 1
+                self._leave(before)
         self._use(node)
         self._age()
 
@@ -133,7 +136,7 @@ class Foresight:
         before, node.parent = node.parent, None
         if before is not None:
             before.kids -= 1
-            if not before.kids and before.here and before.queue is None:
+            if not before.kids and before.here:
                 queue = self._queues[before.kind][self._reuse.bin_of(self._now - before.time)]
                 newest = queue[next(reversed(queue))].time if queue else 0
                 self._join(before, queue)
@@ -146,13 +149,17 @@ class Foresight:
             self._reuse.forget(old)
 
     def _use(self, node: _Node) -> None:
-        self._leave(node)
         node.time = self._now
-        if node.found:
-            node.kind = min(_FOUND - 1 + node.found, _KINDS - 1)
-        self._join(node, self._queues[node.kind][0])
-        if node.key[-1] % _WATCHED == 0:
-            self._reuse.used(node.key, node.kind, self._now)
+        found = node.found
+        if found:
+            kind = node.kind = _FOUND - 1 + found if found < _KINDS - _FOUND else _KINDS - 1
+        else:
+            kind = node.kind
+        if not node.kids:
+            self._leave(node)
+            self._join(node, self._queues[kind][0])
+        if not node.key[-1] & self._unwatched:
+            self._reuse.used(node.key, kind, self._now)
 
     def _join(self, node: _Node, queue: _Queue) -> None:
         queue[node.key] = node
@@ -174,7 +181,7 @@ class Foresight:
         for queue in self._listed or self._list():
             if not queue or queue.kind in done:
                 continue
-            node = self._first(queue, spared)
+            node = next((node for node in queue.values() if not spared(node.key)), None)
             if node is None:
                 continue
             done.add(queue.kind)
@@ -195,19 +202,6 @@ class Foresight:
             queue.listed = bool(queue)
         self._listed = [queue for queue in self._ranked if queue.listed]
         return self._listed
-
-    def _first(self, queue: _Queue, spared: Callable[[bytes], bool]) -> _Node | None:
-        inner: list[_Node] = []
-        found = None
-        for node in queue.values():
-            if node.kids:
-                inner.append(node)
-            elif not spared(node.key):
-                found = node
-                break
-        for node in inner:
-            self._leave(node)
-        return found
 
     def next_victims(self, count: int) -> list[bytes]:
         """As Eviction's: leaves in order, each with those before it that it leaves without use."""
@@ -262,8 +256,7 @@ class Foresight:
                 due = self._now - self._reuse.bounds[bin]
                 while queue and (node := next(iter(queue.values()))).time <= due:
                     self._leave(node)
-                    if not node.kids:
-                        self._join(node, queues[bin + 1])
+                    self._join(node, queues[bin + 1])
         self._listed = []
         if self._reuse.advance(self._now):
             self._rank()
@@ -287,8 +280,7 @@ class Foresight:
         for key, node in self._nodes.items():
             kids = sum(other.parent is node for other in self._nodes.values())
             assert node.kids == kids, "kids are counted wrong"
-            assert node.here or node.queue is None
-            assert node.kids or not node.here or node.queue is not None, "a leaf in no queue"
+            assert (node.queue is not None) == (node.here and not node.kids), "not just leaves"
             assert node.queue is None or node.queue[key] is node
         assert not self._listed or all(
             queue.listed or not queue for bins in self._queues for queue in bins
