@@ -30,6 +30,7 @@ _LEAST_GB = 1 / 32
 _SHM = Path("/dev/shm")
 _TMPFS_SHARE = 0.9
 _MEMORY_SHARE = 0.5
+_UNASKED_SHARE = 0.25
 _DISK_FLOOR_GB = 1.0
 """As the daemon's own disk_free_gb: what it leaves free whatever it was granted."""
 _MARK = "state-dir"
@@ -81,12 +82,14 @@ def plan_caches(
     given = _Given(options, os.environ if environ is None else environ)
     state_dir = Path(options.state_dir)
     cpu_dir = options.cpu_cache_dir or given.text("cpu_cache_dir")
-    cpu_gb = given.number("cpu_cache_gb", options.cpu_cache_gb, DEFAULT_CPU_GB)
+    cpu_gb = given.number("cpu_cache_gb", options.cpu_cache_gb)
     own_cpu, own_disk = not cpu_dir, False
     cpu_dir = cpu_dir or str(arena_dir(state_dir))
     notes = []
 
     room = (memory_room or memory_room_gb)(Path(cpu_dir))
+    if cpu_gb is None:  # nobody asked: the engines need their memory more
+        cpu_gb = max(_LEAST_GB, min(DEFAULT_CPU_GB, room * _UNASKED_SHARE))
     if room < cpu_gb:
         if room < _LEAST_GB:
             note = f"no room for a block cache in {cpu_dir}: kvbm is not started"
@@ -97,7 +100,9 @@ def plan_caches(
         )
         cpu_gb = room
 
-    disk_gb = given.number("disk_cache_gb", options.disk_cache_gb, DEFAULT_DISK_GB)
+    disk_gb = given.number("disk_cache_gb", options.disk_cache_gb)
+    if disk_gb is None:
+        disk_gb = DEFAULT_DISK_GB
     disk_dir = options.disk_cache_dir or given.text("disk_cache_dir")
     if disk_gb > 0:
         own_disk = not disk_dir
@@ -142,13 +147,13 @@ class _Given:
         value = self._environ.get(f"FOREBAY_KVBM_{name.upper()}") or self._table.get(name, "")
         return str(value)
 
-    def number(self, name: str, option: float | None, default: float) -> float:
-        """A number of GiB."""
+    def number(self, name: str, option: float | None) -> float | None:
+        """A number of GiB; None when it was not given."""
         if option is not None:
             return option
         text = self.text(name)
         try:
-            return float(text) if text else default
+            return float(text) if text else None
         except ValueError:
             raise UsageError(
                 f"FOREBAY_KVBM_{name.upper()} is {text!r}; it must be a number of GiB"

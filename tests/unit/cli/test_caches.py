@@ -68,6 +68,8 @@ def test_a_small_machine_gets_less_and_is_told() -> None:
     assert (found.caches.cpu_gb, found.caches.disk_gb) == (0.0625, 0.5)
     assert "0.06 GiB instead of 8" in found.notes[0]
     assert "0.50 GiB instead of 1" in found.notes[1]
+    found = plan(options(), memory_gb=1.0)  # nobody asked for a size: a quarter of the room
+    assert found.caches is not None and found.caches.cpu_gb == 0.25 and found.notes == ()
     found = plan(options(), memory_gb=0.01)
     assert found.caches is None and "kvbm is not started" in found.notes[0]
     found = plan(options(), disk_gb=-0.5)
