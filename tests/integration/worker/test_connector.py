@@ -172,14 +172,14 @@ async def test_preemption_after_failed_loads_leaves_nothing_bad(rig: Rig) -> Non
     fresh = []
     for p in prompts:
         await rig.worker.reset()
-        fresh.append((await rig.worker.ask(p, 80)).tokens)
+        fresh.append((await rig.worker.ask(p, 200)).tokens)
         await rig.node.stored(keys(p))
     for _ in range(2):
         for p in prompts[::2]:
             rig.node.damage(keys(p)[rng.randrange(10)], rng)
         await rig.worker.reset()
-        # 6 x 13 blocks in a cache of 63: some are thrown out and come back.
-        answers = await asyncio.gather(*(rig.worker.ask(p, 80) for p in prompts))
+        # 6 x 17 blocks in a cache of 63: some are thrown out and come back.
+        answers = await asyncio.gather(*(rig.worker.ask(p, 200) for p in prompts))
         assert [a.tokens for a in answers] == fresh
         for p in prompts:
             await rig.heal(p)
