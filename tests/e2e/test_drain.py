@@ -46,7 +46,7 @@ async def test_72_drain_a_worker_under_load(
 
 
 async def test_72_drain_a_gateway_under_load(cluster: Cluster, repetition: int) -> None:
-    cluster.start_gateway("gateway-leaving", drain_notice_s=1.5)
+    cluster.start_gateway("gateway-leaving", drain_notice_s=4)
     await cluster["gateway-leaving"].until_ready()
     leaving, staying = cluster.url("gateway-leaving"), cluster.url("gateway-0")
     target = leaving
