@@ -45,6 +45,9 @@ from services.kvbm.space import Space
 from services.kvbm.tiers.host import GeometryMismatch, HostTier
 from services.kvbm.tiers.port import DiskSpace, DiskTier, Health, ObjectTier
 
+_GRANT_SHARE = 0.125
+"""Most of a memory that its first engine may hold empty; the next half of that, a third, and so on.
+With one engine or ten, blocks keep two thirds of it or more."""
 HASH_BYTES = 32
 log = get_logger(__name__)
 
@@ -130,6 +133,7 @@ class Node:
             evictions,
             self.quota,
             grant_limit=settings.grant_blocks,
+            grant_share=_GRANT_SHARE,
             new_lease=lambda: LeaseId(secrets.randbits(63) or 1),
             pin_share=settings.pin_share,
         )

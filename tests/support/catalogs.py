@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Mapping
 
 from services.common.arena import NO_KEY, SlotHeader, SlotState
@@ -37,6 +38,7 @@ def catalog(
     ranks: int = 1,
     limits: Mapping[tuple[int | None, Tier], int] | None = None,
     grant_limit: int = 8,
+    grant_share: float = math.inf,
     pin_share: float = 0.5,
     quota: QuotaBook | None = None,
     policy: Callable[[int], Eviction] = Lru,
@@ -49,6 +51,7 @@ def catalog(
         {Tier.G2: policy(g2), Tier.G3: policy(g3)},
         quota or QuotaBook(limits or {}),
         grant_limit=grant_limit,
+        grant_share=grant_share,
         new_lease=lambda: LeaseId(next(count)),
         pin_share=pin_share,
     )

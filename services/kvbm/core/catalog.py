@@ -7,6 +7,7 @@ the next one. The parts: stock.py (blocks in slots), grants.py (engines that wri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from services.common.arena import SlotHeader
@@ -64,7 +65,8 @@ class Catalog:
 
     `slots`: of G2, and of G3 if there is any. `payload_bytes`: of a block, all ranks together.
     `evictions`: one for each tier with slots. `quota` may be shared with other namespaces.
-    `grant_limit`: most slots one owner may hold for filling. `pin_share`: most of a tier that pins
+    `grant_limit`: most slots one owner may hold for filling; `grant_share`: how much of the tier an
+    owner's part of that may be, with all owners given alike. `pin_share`: most of a tier that pins
     may keep. Times are Unix milliseconds; a clock that was set back does no harm.
     """
 
@@ -77,6 +79,7 @@ class Catalog:
         quota: QuotaBook,
         *,
         grant_limit: int,
+        grant_share: float = math.inf,
         new_lease: Callable[[], LeaseId],
         pin_share: float = 0.5,
     ) -> None:
@@ -85,7 +88,7 @@ class Catalog:
         self._quota = quota
         self._pins = Pins(pin_share, slots)
         self._stock = Stock(slots, payload_bytes, evictions, quota, self._pins)
-        self._grants = Grants(self._stock, ranks, grant_limit)
+        self._grants = Grants(self._stock, ranks, grant_limit, grant_share)
         self._leases = Leases(self._stock, new_lease)
         self._copies = Copies(self._stock, ranks)
 

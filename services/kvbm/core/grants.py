@@ -28,11 +28,12 @@ class _Shards:
 class Grants:
     """All grants of a namespace."""
 
-    def __init__(self, stock: Stock, ranks: int, limit: int) -> None:
+    def __init__(self, stock: Stock, ranks: int, limit: int, share: float) -> None:
         self._stock = stock
         self._slots = stock.slots[Tier.G2]
         self._ranks = ranks
         self._limit = limit
+        self._share = share
         self._partly: dict[int, _Shards] = {}
 
     def grant(self, owner: Owner, count: int) -> list[SlotRef]:
@@ -40,12 +41,17 @@ class Grants:
         if owner == DAEMON:
             raise ValueError("owner 0 is the daemon itself")
         granted: list[SlotRef] = []
-        for _ in range(min(count, self._limit - self._slots.owned_count(owner))):
+        for _ in range(min(count, self._limit_of(owner) - self._slots.owned_count(owner))):
             ref = self._stock.take(Tier.G2, owner)
             if ref is None:
                 break
             granted.append(ref)
         return granted
+
+    def _limit_of(self, owner: Owner) -> int:
+        """Most slots an owner may hold now: what stands empty for engines keeps no block."""
+        owners = {*self._slots.owners(), owner} - {DAEMON}
+        return max(1, int(min(self._limit, len(self._slots) * self._share / len(owners))))
 
     def granted(self, owner: Owner) -> int:
         """Slots that the owner may write into."""

@@ -47,8 +47,8 @@ from services.worker.connector.wire import (
 CALL_TIMEOUT_S = 5.0
 RETRY_S = (0.1, 2.0)
 """First and longest pause before attaching again."""
-GRANT_PAUSE_S = 0.2
-"""Pause after fewer slots came than were asked for."""
+GRANT_PAUSE_S = (0.2, 2.0)
+"""Shortest and longest pause after fewer slots came than were asked for."""
 PROBE_S = 2.0
 """So often an idle link looks whether the daemon is still the one it knew."""
 AWAIT_MARGIN_S = 0.05
@@ -107,6 +107,7 @@ class Link:
         self._failures = 0
         self._attach_at_s = 0.0
         self._grant_at_s = 0.0
+        self._short = 0
         self._granting = False
         self._held = 0
         self._fills: deque[Fill] = deque()
@@ -265,6 +266,7 @@ class Link:
             return
         self._owner, self._incarnation = answer.owner, answer.incarnation
         self._held, self._locked, self._granting = 0, False, False
+        self._grant_at_s, self._short = 0.0, 0
         attachment = Attachment(
             answer.owner, answer.lock_path, answer.arena_path, bool(answer.verify)
         )
@@ -339,11 +341,18 @@ class Link:
         if owner != self._owner:
             return
         self._granting = False
-        self._grant_at_s = time.monotonic() + GRANT_PAUSE_S
         if isinstance(answer, Exception):
+            self._wait_for_grants()
             self._failed(answer)
         elif self._heard(answer.incarnation):
             self._take(answer.slots)
+            self._wait_for_grants()
+
+    def _wait_for_grants(self) -> None:
+        """Asks less and less often while there is less than we want; commits bring some, too."""
+        self._short = self._short + 1 if self._held < self._grant_blocks else 0
+        pause_s = min(GRANT_PAUSE_S[1], GRANT_PAUSE_S[0] * 2 ** min(max(0, self._short - 1), 10))
+        self._grant_at_s = time.monotonic() + pause_s
 
     def _take(self, slots: Any) -> None:
         self._held += len(slots)

@@ -135,7 +135,6 @@ async def test_a_killed_daemon_fails_nobody_and_its_successor_is_used(rig: Rig) 
     await rig.node.at_rest()
 
 
-@pytest.mark.skip(reason="its positive control fails: a worker with other adapters misses the base")
 async def test_new_weights_and_new_adapters_under_old_names_hit_nothing(
     rig: Rig, tmp_path: Path
 ) -> None:

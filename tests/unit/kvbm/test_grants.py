@@ -132,6 +132,18 @@ def test_an_owner_holds_no_more_than_its_limit() -> None:
     assert cat.counts().granted == 5
 
 
+def test_engines_that_wait_leave_a_small_tier_to_its_blocks() -> None:
+    """Slots that stand empty for many engines must not push everything out of a small memory."""
+    cat, metas = catalog(64, grant_limit=16, grant_share=0.125), chain("a", 48)
+    save(cat, metas)
+    held = [len(cat.grant(Owner(owner), 16, 20)) for owner in range(20, 26)]
+    assert held == [8, 4, 2, 2, 1, 1]
+    # Who has what it may have gets more only for what it has filled.
+    assert cat.grant(Owner(20), 1, 21) == []
+    assert cat.counts().tiers[Tier.G2].blocks >= 44
+    cat.check_invariants()
+
+
 def test_death_of_an_owner_frees_all_it_held() -> None:
     """L5: slots come back and leases end; what it had committed stays."""
     cat, shell, metas = catalog(8), Shell(), chain("a", 2)
