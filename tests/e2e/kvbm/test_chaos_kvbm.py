@@ -6,7 +6,6 @@ Memory and disk are smaller than what is asked for, so that slots are reused all
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
 import tempfile
@@ -24,13 +23,7 @@ from tests.support.kvload import Tokens, load, references
 from tests.support.kvrest import abandoned, nothing_is_left, shared_memory
 from tests.support.polling import until
 
-pytestmark = [
-    pytest.mark.chaos,
-    pytest.mark.skipif(
-        "FOREBAY_CHAOS_REPEATS" not in os.environ,
-        reason="asked for by `make chaos`: one run of eight failed on a busy machine",
-    ),
-]
+pytestmark = pytest.mark.chaos
 
 BOTH = ("worker-0", "worker-1")
 BLOCKS = 16
@@ -95,6 +88,15 @@ async def in_memory(kv: KvCluster, tokens: Tokens) -> int:
     return next((n for n, t in enumerate(tiers) if G2 not in t), len(tiers))
 
 
+async def filled(kv: KvCluster) -> None:
+    """Waits until memory holds enough that its loss would show."""
+
+    async def held() -> int:
+        return sum(t.blocks for t in (await kv.stats()).tiers if t.tier == G2)
+
+    await until(held, lambda n: n > 250, within_s=30, what="blocks in memory", every_s=0.1)
+
+
 async def hits(kv: KvCluster, worker: str, expected: list[Tokens]) -> None:
     """An engine with an empty cache finds in host memory what was there, and says the same."""
     found = {n: await in_memory(kv, tokens) for n, tokens in enumerate(PROMPTS)}
@@ -112,6 +114,7 @@ async def test_an_engine_is_killed(kv: KvCluster, expected: list[Tokens], repeti
     victim, other = rng.sample(BOTH, 2)
     async with load(kv, BOTH, PROMPTS, expected, seed=repetition) as running:
         await running.goes_on(*BOTH)
+        await filled(kv)
         await asyncio.sleep(rng.uniform(0, 1.0))
         kv.cluster[victim].kill()
         await running.goes_on(other, answers=12)
@@ -130,6 +133,7 @@ async def test_the_daemon_is_killed(kv: KvCluster, expected: list[Tokens], repet
     rng = random.Random(f"daemon {repetition}")
     async with load(kv, BOTH, PROMPTS, expected, seed=repetition) as running:
         await running.goes_on(*BOTH)
+        await filled(kv)
         await asyncio.sleep(rng.uniform(0, 1.0))
         kv.cluster["kvbm-0"].kill()
         sealed = blocks_left(kv)
@@ -165,6 +169,7 @@ async def test_engine_and_daemon_are_killed(
     victim, other = rng.sample(BOTH, 2)
     async with load(kv, BOTH, PROMPTS, expected, seed=repetition) as running:
         await running.goes_on(*BOTH)
+        await filled(kv)
         await asyncio.sleep(rng.uniform(0, 1.0))
         for name in rng.sample(["kvbm-0", victim], 2):
             kv.cluster[name].kill()
