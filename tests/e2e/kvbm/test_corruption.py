@@ -31,13 +31,7 @@ from tests.support.kvdamage import (
 )
 from tests.support.polling import until
 
-pytestmark = [
-    pytest.mark.chaos,
-    pytest.mark.skipif(
-        "FOREBAY_CHAOS_REPEATS" not in os.environ,
-        reason="asked for by `make chaos`: not all of it has been seen to pass",
-    ),
-]
+pytestmark = pytest.mark.chaos
 
 BOTH = ("worker-0", "worker-1")
 BLOCKS = 16

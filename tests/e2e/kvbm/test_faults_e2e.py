@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -25,13 +24,7 @@ from tests.support.kvrest import nothing_is_left
 from tests.support.polling import until
 from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, Link, shared_server
 
-pytestmark = [
-    pytest.mark.chaos,
-    pytest.mark.skipif(
-        "FOREBAY_CHAOS_REPEATS" not in os.environ,
-        reason="asked for by `make chaos`: not all of it has been seen to pass",
-    ),
-]
+pytestmark = pytest.mark.chaos
 
 BOTH = ("worker-0", "worker-1")
 BLOCKS = 8
