@@ -54,7 +54,10 @@ _FILE = struct.Struct("<8s32sQQQQQQ")
 """Magic, namespace, shard bytes, ranks, slots, block size, file bytes, length of the layout."""
 _CHECK = struct.Struct("<Q")
 _CHUNK = 1 << 30
-"""Bytes that are allocated or populated in one system call, so that progress can be told."""
+"""Bytes that are allocated in one system call, so that progress can be told."""
+_PIECE = 16 << 20
+"""Bytes that are mapped or locked in one system call. Meanwhile the process's other threads can't
+map memory, not even for a `malloc`: longer, and the daemon would seem dead."""
 _MADV_POPULATE_WRITE = 23
 
 Progress = Callable[[int, int], None]
@@ -229,8 +232,8 @@ class Arena:
         Contents stay. By ctypes and not by mmap's own functions, which would hold the GIL.
         """
         libc = ctypes.CDLL(None, use_errno=True)
-        for at in range(0, self.length, _CHUNK):
-            piece = min(_CHUNK, self.length - at)
+        for at in range(0, self.length, _PIECE):
+            piece = min(_PIECE, self.length - at)
             where, length = ctypes.c_void_p(self.address + at), ctypes.c_size_t(piece)
             if libc.madvise(where, length, _MADV_POPULATE_WRITE):
                 # A kernel before 5.14. Reading every byte maps the pages as well.
@@ -304,8 +307,12 @@ class Arena:
     def lock_memory(self) -> str:
         """Keeps the pages from being swapped out; empty, or why that can't be had."""
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mlock(ctypes.c_void_p(self.address), ctypes.c_size_t(self.length)):
-            return os.strerror(ctypes.get_errno())
+        for at in range(0, self.length, _PIECE):
+            piece = ctypes.c_size_t(min(_PIECE, self.length - at))
+            if libc.mlock(ctypes.c_void_p(self.address + at), piece):
+                why = os.strerror(ctypes.get_errno())
+                libc.munlock(ctypes.c_void_p(self.address), ctypes.c_size_t(self.length))
+                return why
         return ""
 
     def close(self) -> None:

@@ -360,3 +360,17 @@ def test_locking_says_why_not(arena: Arena) -> None:
 
 def _mappings(path: Path) -> int:
     return sum(str(path) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_pages_are_mapped_in_small_pieces(tmp_path: Path) -> None:
+    """A process that maps much in one call stands still meanwhile: it can't even allocate."""
+    told: list[tuple[int, int]] = []
+    slots = (40 << 20) // GEOMETRY.stride
+    made = Arena.create(
+        tmp_path / "b.arena", SPACE, GEOMETRY, slots, lambda done, total: told.append((done, total))
+    )
+    made.close()
+    total = told[-1][1]
+    mapped = [2 * (done - total // 2) for done, _ in told if done > total // 2]
+    steps = [b - a for a, b in zip([0, *mapped], mapped, strict=False)]
+    assert len(steps) >= 3 and max(steps) <= (16 << 20) + 1
