@@ -105,6 +105,7 @@ class Link:
         self._locked = False
         self._attaching = False
         self._failures = 0
+        self._told = ""
         self._attach_at_s = 0.0
         self._grant_at_s = 0.0
         self._short = 0
@@ -278,8 +279,10 @@ class Link:
         pause_s = min(RETRY_S[1], RETRY_S[0] * 2 ** min(self._failures - 1, 10))
         self._attach_at_s = time.monotonic() + pause_s
         self.counts["attach_failures"] += 1
-        if self._failures == 1:
+        if self._failures == 1 or str(why) != self._told:
+            # Away first and without room then, say: the last reason is the one to mend.
             log.warning("kvbm is away; requests run without tiers", error=str(why))
+            self._told = str(why)
 
     def _lose(self, why: Any) -> None:
         """The attachment is void: nothing is committed any more, slots are forgotten."""

@@ -46,12 +46,7 @@ def module_kv(
 async def kv(module_kv: KvCluster, request: pytest.FixtureRequest) -> AsyncIterator[KvCluster]:
     """The module's cluster, all alive, at rest, with empty caches."""
     kv = module_kv
-    starts = {name: process.log_size() for name, process in kv.cluster.processes.items()}
-    request.node.stash[LOGS] = lambda: [
-        (f"log of {n}", text)
-        for n, p in kv.cluster.processes.items()
-        if (text := p.log_tail(starts.get(n, 0)))
-    ]
+    request.node.stash[LOGS] = kv.logs_from_now()
     for process in kv.cluster.processes.values():
         if not process.alive:
             process.start()

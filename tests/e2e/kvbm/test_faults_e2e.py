@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import LOGS
 from tests.support.client import metric
 from tests.support.faultfs import can_mount, fault_fs
 from tests.support.kvcluster import BLOCK, G2, G3, G4, KvCluster, prompt
@@ -42,9 +43,12 @@ def known() -> list[Tokens]:
 
 
 @pytest.fixture
-async def start(engines: KvCluster, known: list[Tokens], tmp_path: Path) -> AsyncIterator[Start]:
+async def start(
+    engines: KvCluster, known: list[Tokens], tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Start]:
     """Starts a daemon with flags and waits for the engines; their caches are empty then."""
     kv = engines
+    request.node.stash[LOGS] = kv.logs_from_now()
 
     async def begin(*, attached: bool = True, **flags: object) -> KvCluster:
         kv.replace_daemon(tmp_path / "kvbm", **{"cpu_cache_gb": 1 / 24, **flags})
@@ -295,10 +299,7 @@ async def test_memory_is_too_small_at_the_start(
 ) -> None:
     """The worker serves without tiers and says why; with more room it finds them by itself."""
     with tmpfs(tmp_path / "tiny", "4m") as folder:
-        kv_log = {}
         kv = await start(attached=False, cpu_cache_dir=folder / "arenas")
-        for worker in BOTH:
-            kv_log[worker] = kv.cluster[worker].log_size()
         async with requests(kv, known):
             pass
         assert sum(len(n.workers) for n in (await kv.stats()).namespaces) == 0
