@@ -105,10 +105,7 @@ class Readers:
         recompute = ask.recompute_block_s or (
             space.geometry.block_size / self._settings.recompute_tokens_per_s
         )
-        unknown = len(keys) - len(run)
-        if unknown and self._may_ask(space) and space.odds.worth(unknown * recompute):
-            # Nobody here knows what other nodes have stored; the gate says whether it would pay.
-            run += [Tier.G4] * unknown
+        run += [Tier.G4] * self._elsewhere(space, keys[len(run) :], recompute)
         verdict = space.gate.decide(run, recompute, ask.wait_s, time.monotonic(), dry_run=dry_run)
         take = min(verdict.blocks, ask.limit) if ask.limit else verdict.blocks
         if take == len(keys):
@@ -120,6 +117,15 @@ class Readers:
         probe = verdict.probe
         end = probe.first + probe.count if probe is not None else 0
         return Plan(tiers, take, reason, recompute, verdict.tiers, end)
+
+    def _elsewhere(self, space: Space, keys: Sequence[bytes], recompute_block_s: float) -> int:
+        """How many of these, which no tier of the node has, to look for in remote storage."""
+        if not keys or space.remote is None or not self._may_ask(space):
+            return 0
+        if space.odds.worth(len(keys) * recompute_block_s):
+            # Nobody here knows what other nodes have stored; the gate says whether it would pay.
+            return len(keys)
+        return space.remote.seen(keys)
 
     def _may_ask(self, space: Space) -> bool:
         return space.remote is not None and self._node.remote_works

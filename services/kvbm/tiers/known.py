@@ -36,6 +36,14 @@ class Known:
         if len(self._answers) > self._entries:
             self._answers.popitem(last=False)
 
+    def seen(self, key: bytes) -> bool:
+        """Whether a block was there when we last knew, however long ago that was."""
+        last = self._runs.get(key)
+        if last is None:
+            return False
+        answer = self._answers.get(last)
+        return answer is None or answer[0]
+
     def learn_run(self, keys: Sequence[bytes]) -> None:
         """These blocks are one run."""
         for key in keys:

@@ -100,6 +100,11 @@ class RemoteSpace:
         await self._objects.forget(self._payloads)
         self._closed(self)
 
+    def seen(self, keys: Sequence[bytes]) -> int:
+        """See ObjectSpace."""
+        known = self._known
+        return next((n for n, key in enumerate(keys) if not known.seen(key)), len(keys))
+
     async def find(self, keys: Sequence[bytes], timeout_s: float) -> int:
         """See ObjectSpace. A hole before the end shows at the load."""
         size = self.run_blocks

@@ -128,6 +128,10 @@ class ObjectSpace(Protocol):
 
     run_blocks: int
 
+    def seen(self, keys: Sequence[bytes]) -> int:
+        """How many of these, from the first on, were there when this node last knew; no I/O."""
+        ...
+
     async def find(self, keys: Sequence[bytes], timeout_s: float) -> int:
         """How many leading blocks of a chain (from position 0 on) are there; by bisection."""
         ...

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forebay.common.v1 import common_pb2
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 
 from services.common.arena import HEADER_BYTES
@@ -62,6 +63,23 @@ async def test_a_node_loads_what_another_has_computed(
                 assert await reader.load(keys, wait_s=5.0) == len(keys)
                 assert await reader.load(chain("other", 4 * RUN), wait_s=5.0) == 0
                 assert b.daemon.node.remote.counters.loaded_blocks == len(keys)
+
+
+async def test_a_node_finds_what_it_stored_among_many_new_prompts(
+    rig: Callable[..., Any], tmp_path: Path
+) -> None:
+    """C10: hits so rare that asking for the unknown isn't worth it don't cost the known ones."""
+    remote = settings_of("folder", tmp_path)
+    keys = chain("known", 2 * RUN)
+    async with rig(**remote) as r, engine(r.address) as worker:
+        await worker.save(keys)
+        await stored(r, len(keys))
+        (space,) = r.daemon.node.spaces.values()
+        space.odds.chance = 0.0
+        tiers = [common_pb2.TIER_G2, common_pb2.TIER_G3]
+        await r.stub.Clear(pb.ClearRequest(everything=True, tiers=tiers), timeout=5)
+        assert space.catalog.run(keys) == []
+        assert await worker.load(keys, wait_s=5.0) == len(keys)
 
 
 async def test_corrupt_objects_are_never_served(rig: Callable[..., Any], tmp_path: Path) -> None:

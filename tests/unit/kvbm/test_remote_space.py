@@ -76,6 +76,23 @@ async def test_absence_is_forgotten_soon(fake: tuple[Node, MemoryObjects]) -> No
     assert known.there(b"5") is None
 
 
+async def test_what_this_node_stored_is_remembered_until_it_is_gone(
+    fake: tuple[Node, MemoryObjects],
+) -> None:
+    """However long ago: a look-up needs no luck to find it again."""
+    node, objects = fake
+    keys = chain("seen", 2 * RUN)
+    assert node.space.seen(keys) == 0
+    filled = node.fill(keys)
+    await node.space.store(filled[:RUN], 5)
+    assert node.space.seen(keys) == RUN and node.space.seen(keys[RUN:]) == 0
+    assert (await another(node, objects)).space.seen(keys) == 0
+    await node.space.erase(keys[:1])
+    assert node.space.seen(keys) == 0
+    await node.space.store(filled[:RUN], 5)
+    assert node.space.seen(keys) == RUN
+
+
 async def test_a_hole_costs_one_load(fake: tuple[Node, MemoryObjects]) -> None:
     """The search trusts that earlier runs are there; a load corrects it."""
     node, objects = fake
