@@ -36,7 +36,7 @@ from services.worker.connector.news import Hello
 from services.worker.connector.plan import Plan
 from services.worker.connector.scheduler_side import MAX_PINNED_BLOCKS, SchedulerSide
 from services.worker.connector.stats import ForebayStats
-from services.worker.connector.worker_side import Ends, WorkerSide
+from services.worker.connector.worker_side import NO_ENDS, WorkerSide
 
 MANY_ERRORS = 20
 """After so many exceptions the connector neither loads nor saves any more."""
@@ -88,7 +88,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._link: Link | None = None
         self._worker: WorkerSide | None = None
         self._handshake: Handshake | None = None
-        self._ends = Ends()
+        self._ends = NO_ENDS
         self._manager: Any = None
         self._is_scheduler = role == KVConnectorRole.SCHEDULER
 
@@ -266,7 +266,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """The report that goes with them."""
-        ends, self._ends = self._ends, Ends()
+        ends, self._ends = self._ends, NO_ENDS
         return WorkerMeta(ends.report) if ends.report else None
 
     def shutdown(self) -> None:

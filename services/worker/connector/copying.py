@@ -59,6 +59,9 @@ class _Save:
     seconds: float = 0.0
 
 
+NOTHING = Report()
+
+
 class CopyThread:
     """One engine's copies. `report` and the queues are shared; all else is the thread's own."""
 
@@ -132,11 +135,13 @@ class CopyThread:
 
     def take(self) -> Report:
         """What has ended since the last call."""
+        if not (self._attached or self._loaded or self._saved):
+            # Nearly every step; what ends just now is told with the next.
+            return NOTHING
         with self._wake:
             report = Report(self._attached, self._loaded, self._saved)
-            if report:
-                self._attached, self._loaded, self._saved = {}, {}, {}
-                self._failed = False
+            self._attached, self._loaded, self._saved = {}, {}, {}
+            self._failed = False
             return report
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +89,7 @@ class Link:
 
     def __init__(self, address: str, hello: Hello, *, grant_blocks: int = 64) -> None:
         self.slots = SlotPool()
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, int] = defaultdict(int)
         """Failures by kind. Written by the link's thread alone."""
         self._hello = hello
         self._address = address

@@ -25,6 +25,8 @@ class Plan:
         self._loads = LoadPlan(ask_s)
         self._saves = SavePlan(slots, pin_limit)
         self._out = Instructions()
+        self.behind = self._saves.behind
+        """As SavePlan's."""
         self.counts: dict[str, float] = defaultdict(float)
         """What happened since somebody last cleared it."""
 

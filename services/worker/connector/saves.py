@@ -92,6 +92,8 @@ class SavePlan:
         self._next_job = 1
         self._saving: set[bytes] = set()
         self._known = KnownKeys()
+        self.behind: set[str] = set()
+        """Requests with blocks that may have to be saved though they don't complete one now."""
         self.pinned = 0
         """G1 blocks that unfinished saves keep."""
 
@@ -103,6 +105,7 @@ class SavePlan:
     def arrive(self, id: str, terms: Terms) -> None:
         """A request came, with what is known of its blocks."""
         self._requests[id] = _Request(terms.stored, terms.looked_s, terms.tenant)
+        self.behind.add(id)
 
     def heard(self, id: str, terms: Terms) -> None:
         """kvbm was asked again."""
@@ -121,10 +124,12 @@ class SavePlan:
         request = self._requests.get(id)
         if request is not None:
             request.cursor = min(request.cursor, position)
+            self.behind.add(id)
 
     def leave(self, id: str) -> int:
         """A request has ended; how many of its complete blocks were passed over."""
         request = self._requests.pop(id, None)
+        self.behind.discard(id)
         return max(0, request.complete - request.cursor) if request is not None else 0
 
     def complete(self, id: str) -> int:
@@ -138,7 +143,11 @@ class SavePlan:
         if request is None:
             return False
         request.complete = complete
-        return request.cursor < complete and self.pinned < self._pin_limit
+        if request.cursor >= complete:
+            self.behind.discard(id)
+            return False
+        self.behind.add(id)
+        return self.pinned < self._pin_limit
 
     def pick(self, id: str, keys: Sequence[bytes], holds: Callable[[int], bool]) -> list[Pick]:
         """Blocks of a request to save with this step, in order, each with its slot.
@@ -161,6 +170,8 @@ class SavePlan:
                 self._saving.add(key)
                 self.pinned += 1
             request.cursor = position + 1
+        if request.cursor >= request.complete:
+            self.behind.discard(id)
         return picks
 
     def begin(self, picks: Sequence[Pick], blocks: Sequence[int]) -> SaveOrder:
@@ -202,6 +213,8 @@ class SavePlan:
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the plan contradicts itself."""
+        late = {id for id, r in self._requests.items() if r.cursor < r.complete}
+        assert late <= self.behind <= self._requests.keys(), "a request's blocks were passed over"
         kept = sum(len(picks) for _, picks in self._jobs.values())
         assert self.pinned == kept, f"{self.pinned} blocks pinned, {kept} in jobs"
         assert self.pinned <= self._pin_limit

@@ -116,12 +116,16 @@ class SchedulerSide:
 
     def figures(self) -> dict[str, Any]:
         """What happened since the last call, and how it is now; empty when nothing is new."""
-        counts = {name: value for name, value in self.plan.counts.items() if value}
-        self.plan.counts.clear()
-        for name, value in self._link.counts.items():
-            if new := value - self._linked.get(name, 0):
-                counts[name] = new
-                self._linked[name] = value
+        counts: dict[str, float] = {}
+        if self.plan.counts:
+            counts = {name: value for name, value in self.plan.counts.items() if value}
+            self.plan.counts.clear()
+        linked = self._link.counts.copy()
+        if linked != self._linked:
+            for name, value in linked.items():
+                if new := value - self._linked.get(name, 0):
+                    counts[name] = new
+            self._linked = linked
         if self.prefill_tokens:
             counts["prefill_tokens"] = self.prefill_tokens
             self.prefill_tokens = 0
@@ -139,10 +143,14 @@ class SchedulerSide:
             request = self._requests.get(id)
             if request is None:
                 continue
+            computed = request.num_computed_tokens + tokens
             if tokens > 1:
                 self.prefill_tokens += tokens
+            elif computed % size and id not in plan.behind:
+                # A decode within a block: nearly all that most steps bring.
+                continue
             keys = request.block_hashes
-            complete = min(len(keys), (request.num_computed_tokens + tokens) // size)
+            complete = min(len(keys), computed // size)
             if not plan.due(id, complete):
                 continue
             blocks = self._manager.get_blocks(id).blocks[0]

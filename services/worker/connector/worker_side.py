@@ -19,6 +19,9 @@ class Ends:
     report: Report = field(default_factory=Report)
 
 
+NO_ENDS = Ends()
+
+
 class WorkerSide:
     """One rank's copies. The engine's thread only."""
 
@@ -54,7 +57,7 @@ class WorkerSide:
         """What has ended; each load exactly once, together with the blocks that it did not fill."""
         report = self._copies.take()
         if not report:
-            return Ends()
+            return NO_ENDS
         invalid: set[int] = set()
         for request, result in report.loaded.items():
             invalid.update(self._loading.pop(request)[result.good :])
