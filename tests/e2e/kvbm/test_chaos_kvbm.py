@@ -129,7 +129,7 @@ async def test_an_engine_is_killed(kv: KvCluster, expected: list[Tokens], repeti
 
 
 async def test_the_daemon_is_killed(kv: KvCluster, expected: list[Tokens], repetition: int) -> None:
-    """No request fails; the next daemon has its blocks, and engines find it by themselves."""
+    """K1: no request fails; the next daemon has its blocks, and engines find it by themselves."""
     rng = random.Random(f"daemon {repetition}")
     async with load(kv, BOTH, PROMPTS, expected, seed=repetition) as running:
         await running.goes_on(*BOTH)

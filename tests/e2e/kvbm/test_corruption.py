@@ -287,15 +287,6 @@ async def test_new_weights_of_an_adapter_are_no_hit(kv: KvCluster) -> None:
     assert (await kv.ask("worker-1", tokens)).cached == BLOCKS * BLOCK
 
 
-async def test_another_salt_is_no_hit(kv: KvCluster) -> None:
-    mine = await kv.ask("worker-0", PROMPTS[1], cache_salt="a")
-    for worker in BOTH:
-        theirs = await kv.ask(worker, PROMPTS[1], cache_salt="b" + worker)
-        assert theirs.cached == 0 and theirs.tokens == mine.tokens
-    await kv.forget_g1(*BOTH)
-    assert (await kv.ask("worker-1", PROMPTS[1], cache_salt="a")).cached == BLOCKS * BLOCK
-
-
 async def test_new_weights_under_the_same_name_are_no_hit(
     kv: KvCluster, tiny_model_path: Path, tmp_path: Path
 ) -> None:
