@@ -27,7 +27,7 @@ down: ## Stop a detached cluster
 	@$(BIN)/forebay down $(ARGS)
 
 test: setup ## All tests, the end-to-end ones on the real engine included
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m tools.run_tests $(ARGS)
 
 test-fast: setup ## All tests but those on the real engine
 	$(BIN)/python -m pytest -m "not engine" $(ARGS)

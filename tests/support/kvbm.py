@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -180,13 +179,6 @@ async def engine(
         finally:
             lock.close()
             arena.close()
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def daemon_process(folder: Path, *flags: str, name: str = "kvbm", id: str = "n0") -> Process:

@@ -22,7 +22,7 @@ from services.common.blocks import block_hashes
 from services.common.rpc.channel import open_channel
 from tests.support.client import WorkerClient, metric
 from tests.support.cluster import MODEL, Cluster, EtcdServer
-from tests.support.kvbm import free_port
+from tests.support.etcd import free_port
 from tests.support.polling import until
 
 BLOCK = 32

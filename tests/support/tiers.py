@@ -22,7 +22,8 @@ from services.common.arena import Arena, SlotHeader, SlotState
 from services.common.blocks import block_hashes
 from services.common.rpc.channel import open_channel
 from tests.models import VOCAB_SIZE
-from tests.support.kvbm import daemon_process, free_port
+from tests.support.etcd import free_port
+from tests.support.kvbm import daemon_process
 from tests.support.polling import until
 from tests.support.processes import Process
 

@@ -30,7 +30,7 @@ from services.worker.connector.news import (
 )
 from services.worker.connector.terms import Terms
 from tests.fakes.kvbm import FakeKvbm, serve_kvbm
-from tests.support.kvbm import free_port
+from tests.support.etcd import free_port
 from tests.support.polling import until
 
 NAMESPACE = hashlib.sha256(b"link").digest()

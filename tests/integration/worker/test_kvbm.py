@@ -19,7 +19,7 @@ from services.worker.engines.port import EngineRequest, Step, TierNews
 from tests.fakes.engine import FakeEngine
 from tests.fakes.kvbm import FakeKvbm, Stored, serve_kvbm
 from tests.integration.worker.test_worker import BLOCK, Rig, generate, request, rig
-from tests.support.kvbm import free_port
+from tests.support.etcd import free_port
 from tests.support.polling import until
 
 LENGTH = 5 * BLOCK + 1
