@@ -32,6 +32,7 @@ class Ask:
     skip: int = 0
     recompute_block_s: float = 0.0
     wait_s: float = 0.0
+    promote_s: float = 0.0
     limit: int = 0
 
 
@@ -106,7 +107,15 @@ class Readers:
             space.geometry.block_size / self._settings.recompute_tokens_per_s
         )
         run += [Tier.G4] * self._elsewhere(space, keys[len(run) :], recompute)
-        verdict = space.gate.decide(run, recompute, ask.wait_s, time.monotonic(), dry_run=dry_run)
+        limit_s = self._settings.promote_ms / 1000
+        verdict = space.gate.decide(
+            run,
+            recompute,
+            ask.wait_s,
+            time.monotonic(),
+            limit_s=min(limit_s, ask.promote_s or limit_s),
+            dry_run=dry_run,
+        )
         take = min(verdict.blocks, ask.limit) if ask.limit else verdict.blocks
         if take == len(keys):
             reason = "end"
@@ -206,7 +215,8 @@ class Readers:
         if held is None:
             raise lease_unknown(lease)
         if held.promotion is not None and wait_s > 0:
-            await asyncio.wait({held.promotion}, timeout=wait_s)
+            limit_s = self._settings.promote_ms / 1000
+            await asyncio.wait({held.promotion}, timeout=min(wait_s, limit_s))
         try:
             ready = held.space.catalog.lease_ready(LeaseId(lease))
         except KeyError:

@@ -82,6 +82,7 @@ def ask_of(m: pb.LookupRequest) -> Ask:
         m.skip_blocks,
         m.recompute_block_s,
         m.wait_s,
+        m.promote_ms / 1000,
         m.limit_blocks,
     )
 

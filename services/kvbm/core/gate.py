@@ -9,6 +9,7 @@ change. Not for writes, and not for whether a tier works.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -17,6 +18,7 @@ from typing import Literal
 from services.common.events.model import Tier
 
 SLOWER = "slower-than-recompute"
+LATE = "promotion-limit"
 Mode = Literal["measured", "always", "never"]
 
 
@@ -88,7 +90,8 @@ class Verdict:
     blocks: int
     """Leading blocks to load."""
     reason: str
-    """Why not all of them: "" or "slower-than-recompute"."""
+    """Why not all of them: "", "slower-than-recompute", or "promotion-limit": it would be worth it,
+    but could not come up in time."""
     load_s: float
     """Predicted seconds that the request waits for them beyond its queue."""
     recompute_s: float
@@ -190,20 +193,26 @@ class Gate:
         wait_s: float,
         now_s: float,
         *,
+        limit_s: float = math.inf,
         dry_run: bool = False,
     ) -> Verdict:
         """How many of the leading blocks of `run` (the best tier of each) to load.
 
         `recompute_block_s`: seconds in which the engine computes one block. `wait_s`: seconds that
-        the request waits in the engine's queue anyway. `dry_run`: only look, as for an
-        explanation; takes no probe and changes nothing.
+        the request waits in the engine's queue anyway. `limit_s`: seconds after which it waits for
+        promotions no longer: what would come later is waited for in vain. `dry_run`: only look, as
+        for an explanation; takes no probe and changes nothing.
         """
+        late = False
         if self.mode == "measured":
             margins = {t: _MARGIN if s.refused else 1.0 for t, s in self._standings.items()}
             blocks, best_s = 0, 0.0
-            for count, parts in self._cuts(run, wait_s):
+            for count, parts in self._cuts(run, wait_s, limit_s):
                 gain_s = count * recompute_block_s - self._load_s(count, parts, wait_s, margins)
-                if gain_s > best_s:
+                if gain_s <= best_s:
+                    continue
+                late = self._lower_s(parts, {}) > limit_s
+                if not late:
                     blocks, best_s = count, gain_s
         else:
             blocks = len(run) if self.mode == "always" else 0
@@ -216,7 +225,7 @@ class Gate:
         wanted, taken = _parts(run), _parts(run[:blocks])
         return Verdict(
             blocks,
-            "" if blocks == len(run) else SLOWER,
+            "" if blocks == len(run) else LATE if late else SLOWER,
             self._load_s(blocks, taken, wait_s, {}),
             blocks * recompute_block_s,
             {
@@ -242,26 +251,34 @@ class Gate:
         margins: Mapping[Tier, float],
     ) -> float:
         """Seconds by which loading delays the request: promotions beyond its wait, and the copy."""
-        lower_s = sum(
+        copy_s = self._seconds(Tier.G2, count) * margins.get(Tier.G2, 1.0)
+        return max(0.0, self._lower_s(parts, margins) - wait_s) + copy_s
+
+    def _lower_s(self, parts: Mapping[Tier, int], margins: Mapping[Tier, float]) -> float:
+        """Seconds that promotions of so many blocks take."""
+        return sum(
             self._seconds(tier, parts.get(tier, 0)) * margins.get(tier, 1.0) for tier in _LOWER
         )
-        copy_s = self._seconds(Tier.G2, count) * margins.get(Tier.G2, 1.0)
-        return max(0.0, lower_s - wait_s) + copy_s
 
-    def _cuts(self, run: Sequence[Tier], wait_s: float) -> Iterator[tuple[int, dict[Tier, int]]]:
+    def _cuts(
+        self, run: Sequence[Tier], wait_s: float, limit_s: float
+    ) -> Iterator[tuple[int, dict[Tier, int]]]:
         """Where the best end of the load can be: leading blocks, and how many of them in each tier.
 
-        Gain is straight but where the tier changes and where promotions outlast the wait.
+        Gain is straight but where the tier changes and where promotions outlast the wait; it ends
+        where they outlast the limit.
         """
         count, parts = 0, dict.fromkeys(Tier, 0)
         for tier, group in groupby(run):
             length = sum(1 for _ in group)
             if tier in _LOWER:
-                lower_s = sum(self._seconds(t, parts[t]) for t in _LOWER)
-                first_s = 0.0 if parts[tier] else self._estimates[tier].latency_s
-                hidden = int((wait_s - lower_s - first_s) / self._estimates[tier].block_s)
-                if 0 < hidden < length:
-                    yield count + hidden, {**parts, tier: parts[tier] + hidden}
+                estimate = self._estimates[tier]
+                began_s = self._lower_s(parts, {}) + (0.0 if parts[tier] else estimate.latency_s)
+                for end_s in sorted((wait_s, limit_s)):
+                    arrived = min((end_s - began_s) / estimate.block_s, length)
+                    if 1 <= arrived < length:
+                        part = int(arrived)
+                        yield count + part, {**parts, tier: parts[tier] + part}
             count += length
             parts[tier] += length
             yield count, parts

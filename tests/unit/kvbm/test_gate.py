@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.events.model import Tier
-from services.kvbm.core.gate import DEFAULTS, SLOWER, Gate, TierRate
+from services.kvbm.core.gate import DEFAULTS, LATE, SLOWER, Gate, TierRate
 
 G2, G3, G4 = Tier.G2, Tier.G3, Tier.G4
 FAST = {G2: TierRate(0.001, 0.0001), G3: TierRate(0.002, 0.001), G4: TierRate(0.05, 0.01)}
@@ -131,6 +131,20 @@ def test_a_slow_tier_is_cut_off_and_the_head_before_it_taken() -> None:
     assert not verdict.tiers[G2].refused
     assert verdict.tiers[G3].refused
     assert verdict.tiers[G3].predicted_s == pytest.approx(2.5)
+
+
+def test_what_would_not_be_up_in_time_is_not_waited_for() -> None:
+    """Faster than computing and yet in vain: the wait for promotions has an end."""
+    gate = Gate({G2: TierRate(0.001, 0.0001), G4: TierRate(0.1, 0.1)})
+    assert gate.decide([G4] * 48, 0.18, 0.0, 0, limit_s=10.0, dry_run=True).blocks == 48
+    part = gate.decide([G4] * 48, 0.18, 0.0, 0, limit_s=2.05, dry_run=True)
+    assert (part.blocks, part.reason) == (19, LATE)
+    none = gate.decide([G4] * 48, 0.18, 5.0, 0, limit_s=0.15, dry_run=True)
+    assert (none.blocks, none.reason) == (0, LATE)
+    assert gate.decide([G4] * 48, 0.08, 0.0, 0, limit_s=2.0, dry_run=True).reason == SLOWER
+    # What lies in memory needs no promotion.
+    mixed = gate.decide([G2] * 10 + [G4] * 20, 0.18, 0.0, 0, limit_s=0.15, dry_run=True)
+    assert (mixed.blocks, mixed.reason) == (10, LATE)
 
 
 def test_the_wait_in_the_queue_hides_promotions_but_not_the_copy() -> None:

@@ -531,7 +531,9 @@ class LookupResponse(_message.Message):
     incarnation: _builtins.int
     """Incarnation of the daemon."""
     reason: _builtins.str
-    """Why no more blocks are taken: "", "end", "missing", "slower-than-recompute", "limit", "busy"."""
+    """Why no more blocks are taken: "", "end", "missing", "slower-than-recompute",
+    "promotion-limit" (what is worth it could not come up in time), "limit", "busy".
+    """
     @_builtins.property
     def ready(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedBlock]:
         """Blocks in G2, contiguous from `first_block` on."""
@@ -1005,7 +1007,7 @@ class BlockVerdict(_message.Message):
     """True: it would be loaded."""
     reason: _builtins.str
     """Why, or why not: "in-engine", "ready", "promote", "missing", "after-hole", "slower-than-recompute",
-    "tier-degraded", "limit".
+    "promotion-limit", "tier-degraded", "limit".
     """
     leases: _builtins.int
     """Leases on it now."""
