@@ -143,8 +143,7 @@ class RouterCore:
         for rank in worker.ranks:
             dp_rank = rank.holder.dp_rank
             mine = [part for part in snapshot.blocks if part.dp_rank == dp_rank]
-            blocks: set[int] = set()
-            blocks.update(*(part.keys for part in mine if part.tier is Tier.G1))
+            blocks = [key for part in mine if part.tier is Tier.G1 for key in part.keys]
             self._unknown_events += sum(part.tier is not Tier.G1 for part in mine)
             self._index.replace(rank.slot, blocks)
             running = [

@@ -8,10 +8,43 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.router.core.index import Digest, PrefixIndex
+from services.router.core.segments import LONGEST
 
-CHAINS = [[100 * c + i for i in range(8)] for c in range(3)]
-ALL = [k for chain in CHAINS for k in chain]
-some_keys = st.lists(st.sampled_from(ALL), max_size=12)
+def _branch(parent: list[int], at: int, name: int, length: int) -> list[int]:
+    """A chain that leaves another one after `at` blocks."""
+    return parent[:at] + [1000 * name + i for i in range(at, length)]
+
+
+# A key stands for the chain before it: chains that share a key share all before it.
+_TRUNK = _branch([], 0, 1, 90)
+CHAINS = [
+    _TRUNK,
+    _branch(_TRUNK, 3, 2, 60),
+    _branch(_TRUNK, 40, 3, 70),
+    _branch([], 0, 4, 8),
+]
+ALL = sorted({k for chain in CHAINS for k in chain})
+
+
+def _part(chain: list[int], start: int, length: int, backwards: bool) -> list[int]:
+    part = chain[start : start + length]
+    return part[::-1] if backwards else part
+
+
+some_keys = st.one_of(
+    st.lists(st.sampled_from(ALL), max_size=12),
+    # As engines tell: runs of a chain, from its middle or its end, maybe several in one event.
+    st.lists(
+        st.builds(
+            _part,
+            st.sampled_from(CHAINS),
+            st.sampled_from([0, 0, 1, 3, 20, 40]),
+            st.integers(1, 90),
+            st.booleans(),
+        ),
+        max_size=3,
+    ).map(lambda parts: [key for part in parts for key in part]),
+)
 
 
 def naive_depth(has: set[int], chain: list[int]) -> int:
@@ -29,7 +62,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.refused = 0
         self.next_slot = 0
 
-    @rule(capacity=st.integers(0, 20))
+    @rule(capacity=st.sampled_from([0, 0, 20, 100]))
     def add_holder(self, capacity: int) -> None:
         if len(self.model) < 4:
             self.index.add_holder(self.next_slot, capacity)
@@ -72,9 +105,9 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 3), keys=st.sets(st.sampled_from(ALL)))
     def replace(self, pick: int, keys: set[int]) -> None:
         slot = self.slot(pick)
-        keys = set(sorted(keys)[: self.capacity[slot]])
-        self.index.replace(slot, keys)
-        self.model[slot] = set(keys)
+        new = sorted(keys)[: self.capacity[slot]]
+        self.index.replace(slot, new)
+        self.model[slot] = set(new)
 
     @precondition(lambda self: self.model)
     @rule(pick=st.integers(0, 3))
@@ -87,7 +120,7 @@ class IndexMachine(RuleBasedStateMachine):
     def sweep(self, limit: int) -> None:
         self.index.sweep(limit)
 
-    @rule(chain=st.sampled_from(CHAINS), limit=st.integers(0, 10))
+    @rule(chain=st.sampled_from(CHAINS), limit=st.sampled_from([0, 2, 9, 64, 80, 100]))
     def depths_agree(self, chain: list[int], limit: int) -> None:
         want = {s: naive_depth(has, chain[:limit]) for s, has in self.model.items()}
         got = self.index.depths(chain, limit)
@@ -114,7 +147,7 @@ def test_equal_sets_are_one_object_and_unused_ones_go() -> None:
     for slot in range(3):
         index.add_holder(slot, 10_000)
         index.store(slot, range(1000))
-    assert len({id(s) for s in index._sets.values()}) == 1
+    assert len({id(s) for s in index._cells.values()}) == -(-1000 // LONGEST)
     assert len(index._interned) <= 3
     for slot in range(3):
         index.remove_holder(slot)
