@@ -16,31 +16,33 @@ flight that share the prompt would share the cost of a copy, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-# Candidates and scores are made for each worker in each decision, and treated as values. Freezing
-# them would cost as much as the rest of a decision.
 
 
 @dataclass(slots=True)
 class Candidate:
-    """What is known of one worker for one request. Tokens throughout; rates in tokens a second."""
+    """What is known of one worker for one request. Tokens throughout; rates in tokens a second.
+
+    The core keeps one for each slot and writes into it what has changed: making them anew would
+    cost more than the rest of a decision. Policies read only.
+    """
 
     slot: int
-    prompt_tokens: int
-    g1_tokens: int
+    prompt_tokens: int = 0
+    g1_tokens: int = 0
     """Usable from G1, with what requests ahead of this one bring there."""
-    g2_tokens: int
-    g3_tokens: int
-    g4_tokens: int
-    mates: float
+    g2_tokens: int = 0
+    g3_tokens: int = 0
+    g4_tokens: int = 0
+    mates: float = 0.0
     """Requests in flight there that share the prompt (half of it counts half)."""
-    active_requests: int
-    decoding: int
-    queued_tokens: int
-    active_tokens: int
-    prefill_rate: float
-    decode_delay_s: float
+    active_requests: int = 0
+    decoding: int = 0
+    queued_tokens: int = 0
+    active_tokens: int = 0
+    prefill_rate: float = 1.0
+    decode_delay_s: float = 0.0
     onboard_s: float = 0.0
     """Seconds to bring up what is usable from lower tiers."""
 
@@ -83,6 +85,27 @@ class CostModel:
     """Price of a token of space in use, as a share of computing it."""
     crowd_weight: float = 0.25
     """Price of each mate, as a share of computing the prompt."""
+
+    def totals(self, candidates: Sequence[Candidate]) -> list[float]:
+        """`score(c).total_s` of each candidate, without its parts: for all workers, each time."""
+        own, reach = 1 + self.own_weight, self.context_tokens
+        space, crowd = self.space_weight, self.crowd_weight
+        totals = []
+        for c in candidates:
+            prompt = c.prompt_tokens
+            lower = c.g2_tokens + c.g3_tokens + c.g4_tokens
+            uncached = prompt - c.g1_tokens - lower
+            work = (
+                c.queued_tokens
+                + own * uncached * (1 + (prompt - uncached / 2) / reach)
+                + space * c.active_tokens
+                + crowd * c.mates * prompt
+            )
+            total = work / c.prefill_rate + c.decoding * c.decode_delay_s
+            if lower:
+                total += min(c.onboard_s, lower / c.prefill_rate)
+            totals.append(total)
+        return totals
 
     def score(self, c: Candidate) -> Score:
         """The score of one candidate."""

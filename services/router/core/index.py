@@ -202,6 +202,7 @@ class PrefixIndex:
         Puts together what it finds to be one run, and takes apart what is none.
         """
         found: dict[int, int] = {}
+        keys = keys if isinstance(keys, list) else list(keys)
         get = self._cells.get
         alive: frozenset[int] | None = None
         within: HolderSet | None = None  # All of `alive` are in it.

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from services.common.events.model import LoadReport, RequestAdmitted, RunningRequest
 from services.common.ids import AttemptId
-from services.router.core.inflight import InflightPrefixes, Mates
+from services.router.core.cost import Candidate
+from services.router.core.inflight import InflightPrefixes, Mates, anchored
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +110,14 @@ class LoadBook:
         self._inflight = InflightPrefixes()
         self.expired = 0
         """Bookings that nothing confirmed in time."""
+        self.changed: set[int] = set()
+        """Slots whose load has changed since the caller last emptied this."""
 
     def add_slot(self, slot: int) -> None:
         """Opens a page for a worker."""
         self._sums[slot] = _Sums()
         self._by_slot[slot] = set()
+        self.changed.add(slot)
 
     def remove_slot(self, slot: int) -> None:
         """Forgets a worker and all its requests."""
@@ -122,6 +126,7 @@ class LoadBook:
         self._sums.pop(slot, None)
         self._by_slot.pop(slot, None)
         self._reports.pop(slot, None)
+        self.changed.discard(slot)
 
     # Own decisions.
 
@@ -217,6 +222,7 @@ class LoadBook:
         self._count(sums, request, -1)
         request.decoding = True
         self._count(sums, request, 1)
+        self.changed.add(slot)
         # Time spent on loading tells nothing of how fast the engine computes.
         since = None if request.onboards else request.admitted_at
         return PrefillDone(slot, max(0, request.prompt_tokens - cached_tokens), since)
@@ -236,6 +242,7 @@ class LoadBook:
     def report(self, slot: int, report: LoadReport) -> None:
         """How busy an engine says it is, all its earlier events included."""
         self._reports[slot] = report
+        self.changed.add(slot)
         sums = self._sums[slot]
         if sums.fresh_tokens:
             for attempt_id in self._by_slot[slot]:
@@ -279,8 +286,22 @@ class LoadBook:
             self.report(slot, report)
         else:
             self._reports.pop(slot, None)
+            self.changed.add(slot)
 
     # Questions.
+
+    def fill(self, candidate: Candidate) -> None:
+        """Writes a worker's load into what policies see of it."""
+        slot = candidate.slot
+        sums = self._sums[slot]
+        queued = sums.queued_tokens
+        report = self._reports.get(slot)
+        if report is not None:
+            queued = min(queued, report.pending_prefill_tokens + sums.fresh_tokens)
+        candidate.active_requests = sums.booked + sums.queued + sums.decoding
+        candidate.decoding = sums.decoding
+        candidate.queued_tokens = queued + sums.booked_tokens
+        candidate.active_tokens = sums.active_tokens
 
     def view(self, slot: int) -> LoadView:
         """A worker's load now."""
@@ -299,7 +320,7 @@ class LoadBook:
             report=report,
         )
 
-    def mates(self, keys: Sequence[int], limit: int) -> dict[int, Mates]:
+    def mates(self, keys: Sequence[int], limit: int) -> Mates:
         """Requests in flight that share a prefix with `keys`, by slot; depth is at most `limit`."""
         return self._inflight.mates(keys, limit)
 
@@ -317,10 +338,11 @@ class LoadBook:
             assert (request.booked_until is not None) == (attempt_id in self._bookings)
             assert not (request.decoding and request.booked_until is not None)
             self._count(sums[request.slot], request, 1)
-            for key in request.keys:
+            for key in anchored(request.keys):
                 prefixes[key, request.slot] = prefixes.get((key, request.slot), 0) + 1
         assert sums == self._sums, (sums, self._sums)
         assert prefixes == self._inflight.counts()
+        self._inflight.check_invariants()
         assert sum(map(len, self._by_slot.values())) == len(self._requests)
 
     def _add(self, attempt_id: AttemptId, request: _Request) -> None:
@@ -332,6 +354,7 @@ class LoadBook:
             self._bookings[attempt_id] = None
         self._count(self._sums[request.slot], request, 1)
         self._inflight.add(request.slot, request.keys)
+        self.changed.add(request.slot)
 
     def _drop(self, attempt_id: AttemptId) -> None:
         request = self._requests.pop(attempt_id)
@@ -339,6 +362,7 @@ class LoadBook:
         self._bookings.pop(attempt_id, None)
         self._count(self._sums[request.slot], request, -1)
         self._inflight.remove(request.slot, request.keys)
+        self.changed.add(request.slot)
 
     @staticmethod
     def _count(sums: _Sums, request: _Request, sign: int) -> None:

@@ -9,7 +9,7 @@ It answers with values, never with exceptions, and holds nothing that its inputs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from services.common.events.model import (
@@ -45,7 +45,7 @@ from services.router.core.lives import Liveness, Status
 from services.router.core.load import Estimate, LoadBook, PrefillDone
 from services.router.core.nodes import NodeTable
 from services.router.core.onboard import OnboardDefaults, OnboardModel
-from services.router.core.policies import Key, PolicyName, make_policy
+from services.router.core.policies import PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
 from services.router.core.usable import Prompt, Usable
 from services.router.core.workers import (
@@ -55,6 +55,9 @@ from services.router.core.workers import (
     WorkerInfo,
     WorkerTable,
 )
+
+_MOST_CHOICES = 256
+"""Models and block sizes whose workers are remembered."""
 
 
 class Dice(Protocol):
@@ -80,13 +83,28 @@ class CoreConfig:
 
 
 @dataclass(slots=True)
-class _Choice:
+class _Page:
+    """A worker's rank, with what policies see of it."""
+
     worker: Worker
     rank: Rank
-    usable: Usable
     candidate: Candidate
-    key: Key = ()
-    score: Score = field(default_factory=Score)
+    below: Usable | None = None
+    """What tiers below G1 bring, for the decision in hand."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Workers in choice for a model and block size, as long as nothing changes."""
+
+    pages: list[_Page]
+    candidates: list[Candidate]
+    tiered: list[_Page]
+    """Those with a daemon below them."""
+    until: float
+    """When the first of them may have been silent for too long."""
+    longest: float
+    """Longest prompt that all of them take."""
 
 
 class RouterCore:
@@ -104,7 +122,8 @@ class RouterCore:
         self._load = LoadBook(config.booking_ttl_s)
         self._rates = RateBook(config.rates)
         self._policy = make_policy(config.policy, config.cost)
-        self._ranks: dict[int, Rank] = {}
+        self._pages: dict[int, _Page] = {}
+        self._choices: dict[tuple[str, int], _Choice] = {}
         self._synced = False
         self._events = 0
         self._unknown_events = 0
@@ -113,6 +132,7 @@ class RouterCore:
 
     def record(self, info: WorkerInfo, now: float) -> bool:
         """A worker's discovery record came or changed. False if it is of a life that is over."""
+        self._choices.clear()
         change = self._table.record(info, now)
         self._follow(change)
         for rank in change.worker.ranks:
@@ -121,6 +141,7 @@ class RouterCore:
 
     def record_vanished(self, worker_id: str, incarnation: int) -> None:
         """A worker's record went; by itself that removes nobody."""
+        self._choices.clear()
         self._table.record_vanished(worker_id, incarnation)
 
     def synced(self) -> None:
@@ -139,6 +160,7 @@ class RouterCore:
         if worker is None:
             return False
         worker.answered(snapshot.sequence)
+        self._choices.clear()
         self._unknown_events += snapshot.unknown_parts
         for rank in worker.ranks:
             dp_rank = rank.holder.dp_rank
@@ -176,10 +198,12 @@ class RouterCore:
             # Without tokens it only marks the time.
             tokens = sum(p.computed_tokens for p in mine) if len(began) == len(mine) else 0
             self._rates.prefills_done(slot, tokens, min(began, default=now), now)
+            self._learn(self._pages[slot].candidate)
         return tuple(outcomes)
 
     def refused(self, worker_id: str, incarnation: int, now: float) -> bool:
         """A worker refused a connection: out of choice until heard again. True if that is news."""
+        self._choices.clear()
         return self._table.refused(worker_id, incarnation, now)
 
     def tick(self, now: float) -> list[str]:
@@ -187,7 +211,11 @@ class RouterCore:
         self._load.expire(now)
         changes = self._table.tick(now)
         for change in changes:
+            self._choices.clear()
             self._follow(change)
+        # What one worker taught, its model's others learn now.
+        for page in self._pages.values():
+            self._learn(page.candidate)
         return [change.worker.info.id for change in changes]
 
     def sweep(self, limit: int) -> bool:
@@ -199,35 +227,40 @@ class RouterCore:
     def place(self, query: Query, attempt_id: AttemptId, now: float) -> Placement | Refusal:
         """Chooses a worker and books the request there under `attempt_id`."""
         self._load.expire(now)
+        choice = self._choose(query, now)
+        if isinstance(choice, Refusal):
+            return choice
         prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
-        ranked = self._choose(query, prompt, now)
-        if isinstance(ranked, Refusal):
-            return ranked
-        best = ranked[0]
+        touched = self._write(choice, query, prompt)
+        page = choice.pages[self._best(self._policy.costs(choice.candidates))]
         self._lot = self._dice.randrange(1 << 62)
-        rank, candidate = best.rank, best.candidate
+        rank, candidate, worker = page.rank, page.candidate, page.worker
+        cached = candidate.g1_tokens + candidate.lower_tokens
+        score = self._policy.score(candidate)
+        placement = Placement(
+            attempt_id,
+            rank.holder,
+            worker.info.address,
+            cached,
+            score.ttft_s,
+            self._policy.name,
+            score,
+            prompt.prefetch(worker.info, page.below) if page.below else None,
+        )
         self._load.book(
             rank.slot,
             attempt_id,
             prompt_tokens=query.prompt_tokens,
-            cached_tokens=candidate.g1_tokens + candidate.lower_tokens,
+            cached_tokens=cached,
             keys=query.keys,
             now=now,
             sequences=query.sequences,
             onboards=candidate.lower_tokens > 0,
         )
+        _wipe(touched)
         self._policy.chosen(rank.slot)
         rank.placements += 1
-        return Placement(
-            attempt_id,
-            rank.holder,
-            best.worker.info.address,
-            candidate.g1_tokens + candidate.lower_tokens,
-            best.score.ttft_s,
-            self._policy.name,
-            best.score,
-            prompt.prefetch(best.worker.info, best.usable),
-        )
+        return placement
 
     def release(self, attempt_id: AttemptId) -> bool:
         """Takes back a placement that never reached its worker. False if it isn't booked now."""
@@ -235,15 +268,16 @@ class RouterCore:
 
     def explain(self, query: Query, now: float) -> Scorecard | Refusal:
         """How `place` would decide now; changes nothing."""
-        prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
-        ranked = self._choose(query, prompt, now)
-        if isinstance(ranked, Refusal) and ranked.kind is not RefusalKind.NO_WORKER:
-            return ranked
-        choices = [] if isinstance(ranked, Refusal) else ranked
-        rows = [
-            Scored(c.rank.holder, c.candidate, c.score, i == 0, None, _why_lost(c, choices[0]))
-            for i, c in enumerate(choices)
-        ]
+        choice = self._choose(query, now)
+        rows: list[Scored] = []
+        if isinstance(choice, Refusal):
+            if choice.kind is not RefusalKind.NO_WORKER:
+                return choice
+        else:
+            prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
+            touched = self._write(choice, query, prompt)
+            rows = self._rows(choice)
+            _wipe(touched)
         shown = {row.holder for row in rows}
         for worker in self._table:
             bar = bar_of(worker.info, self._table.status(worker, now), query)
@@ -325,12 +359,17 @@ class RouterCore:
         self._rates.check_invariants()
         self.nodes.check_invariants()
         slots = {rank.slot: rank for worker in self._table for rank in worker.ranks}
-        assert slots == self._ranks
-        for slot in slots:
-            view = self._load.view(slot)
-            assert min(view.booked, view.queued, view.decoding, view.queued_tokens) >= 0
-            self._index.digest(slot)
-            self._rates.prefill_rate(slot)
+        assert slots == {slot: page.rank for slot, page in self._pages.items()}
+        for slot, page in self._pages.items():
+            c = page.candidate
+            assert not (c.g1_tokens or c.lower_tokens or c.mates or page.below), "left over"
+            if slot not in self._load.changed:
+                fresh = replace(c)
+                self._load.fill(fresh)
+                assert fresh == c, "a load that nobody wrote down"
+        for choice in self._choices.values():
+            assert all(self._pages.get(page.rank.slot) is page for page in choice.pages)
+            assert not any(page.worker.refused or page.worker.starting for page in choice.pages)
 
     # Inside.
 
@@ -346,72 +385,135 @@ class RouterCore:
             now,
         )
 
-    def _choose(self, query: Query, prompt: Prompt, now: float) -> list[_Choice] | Refusal:
-        """Candidates, the chosen one first."""
+    def _write(self, choice: _Choice, query: Query, prompt: Prompt) -> list[_Page]:
+        """Writes into the candidates what there is to know of them; returns those to be wiped."""
+        load, pages = self._load, self._pages
+        if load.changed:
+            for slot in load.changed:
+                load.fill(pages[slot].candidate)
+            load.changed.clear()
+        tokens, block_size = query.prompt_tokens, query.block_size or 1
+        for candidate in choice.candidates:
+            candidate.prompt_tokens = tokens
+        touched = []
+        for slot in prompt.slots():
+            page = pages[slot]
+            candidate = page.candidate
+            candidate.g1_tokens = prompt.own(slot) * block_size
+            candidate.mates = prompt.crowd(slot)
+            touched.append(page)
+        for page in choice.tiered:
+            candidate = page.candidate
+            usable = prompt.at(page.worker.info, page.rank.slot, candidate.prefill_rate)
+            overlap = usable.overlap
+            if overlap.lower:
+                candidate.g2_tokens = overlap.g2 * block_size
+                candidate.g3_tokens = overlap.g3 * block_size
+                candidate.g4_tokens = overlap.g4 * block_size
+                candidate.onboard_s = usable.onboard_s
+                page.below = usable
+                touched.append(page)
+        return touched
+
+    def _best(self, costs: list[float]) -> int:
+        """Number of the cheapest; the lot decides between equal ones."""
+        most = min(costs) + self._policy.tolerance
+        ties = [i for i, cost in enumerate(costs) if cost <= most]
+        return ties[self._lot % len(ties)]
+
+    def _rows(self, choice: _Choice) -> list[Scored]:
+        """How each candidate fared, the chosen one first."""
+        costs = self._policy.costs(choice.candidates)
+        best = self._best(costs)
+        order = sorted(range(len(costs)), key=lambda i: (i != best, costs[i]))
+        scores = [self._policy.score(c) for c in choice.candidates]
+        return [
+            Scored(
+                choice.pages[i].rank.holder,
+                replace(choice.candidates[i]),
+                scores[i],
+                i == best,
+                None,
+                "" if i == best else self._why_lost(i, best, costs, scores, choice),
+            )
+            for i in order
+        ]
+
+    def _why_lost(
+        self, i: int, best: int, costs: list[float], scores: list[Score], choice: _Choice
+    ) -> str:
+        winner = choice.pages[best].rank.holder.id
+        if costs[i] <= costs[best] + self._policy.tolerance:
+            return f"level with {winner}; the lot fell on that one"
+        if scores[i].total_s:
+            more = scores[i].total_s - scores[best].total_s
+            return f"{more * 1000:.1f} ms more than {winner}"
+        return f"comes after {winner} in the policy's order"
+
+    def _choose(self, query: Query, now: float) -> _Choice | Refusal:
+        """Who may be chosen; remembered for requests that ask for nothing special."""
+        key = query.model, query.block_size
+        choice = self._choices.get(key)
+        if choice is None or now > choice.until:
+            anyone = Query(query.model, 1, (), query.block_size)
+            present = self._classes(anyone, now)[0]
+            choice = self._choice_of(present) if present else None
+            if choice is not None:
+                if len(self._choices) >= _MOST_CHOICES:
+                    self._choices.clear()
+                self._choices[key] = choice
+        special = query.excluded or query.pinned or query.labels
+        if choice is not None and not special and query.prompt_tokens <= choice.longest:
+            return choice
         eligible = self._eligible(query, now)
-        if isinstance(eligible, Refusal):
-            return eligible
-        block_size = query.block_size or 1
-        choices = []
-        for worker in eligible:
-            for rank in worker.ranks:
-                load = self._load.view(rank.slot)
-                rate = self._rates.prefill_rate(rank.slot)
-                usable = prompt.at(worker.info, rank.slot, rate)
-                overlap = usable.overlap
-                candidate = Candidate(
-                    slot=rank.slot,
-                    prompt_tokens=query.prompt_tokens,
-                    g1_tokens=overlap.g1 * block_size,
-                    g2_tokens=overlap.g2 * block_size,
-                    g3_tokens=overlap.g3 * block_size,
-                    g4_tokens=overlap.g4 * block_size,
-                    mates=usable.mates,
-                    active_requests=load.active,
-                    decoding=load.decoding,
-                    queued_tokens=load.queued_tokens,
-                    active_tokens=load.active_tokens,
-                    prefill_rate=rate,
-                    decode_delay_s=self._rates.decode_delay_s(rate),
-                    onboard_s=usable.onboard_s,
-                )
-                choices.append(_Choice(worker, rank, usable, candidate))
-        for choice, (key, score) in zip(
-            choices, self._policy.rank([c.candidate for c in choices]), strict=True
-        ):
-            choice.key, choice.score = key, score
-        choices.sort(key=lambda c: c.key)
-        ties = sum(1 for c in choices if c.key == choices[0].key)
-        drawn = self._lot % ties
-        choices.insert(0, choices.pop(drawn))
-        return choices
+        return eligible if isinstance(eligible, Refusal) else self._choice_of(eligible)
+
+    def _choice_of(self, workers: list[Worker]) -> _Choice:
+        pages = [self._pages[rank.slot] for worker in workers for rank in worker.ranks]
+        return _Choice(
+            pages,
+            [page.candidate for page in pages],
+            [page for page in pages if page.worker.info.kvbm],
+            min(w.heard_at for w in workers) + self._config.liveness.suspect_after_s,
+            min(w.info.max_model_len or float("inf") for w in workers),
+        )
 
     def _eligible(self, query: Query, now: float) -> list[Worker] | Refusal:
-        """Workers in choice: the first class that has any.
+        """Workers in choice: the first class that has any."""
+        for some in self._classes(query, now):
+            if some:
+                return some
+        all_bars = {bar_of(w.info, self._table.status(w, now), query) for w in self._table}
+        bars = {bar for bar in all_bars if bar is not None}
+        known = self._table.remembers(query.model, now)
+        return refusal(query, bars, [w.info for w in self._table], known, self._synced)
 
-        First those that are there; then those that are silent or only starting; at last those that
-        refused somebody's connection and have spoken since, for that one may have been cut off.
+    def _classes(self, query: Query, now: float) -> tuple[list[Worker], list[Worker], list[Worker]]:
+        """First those that are there; then those that are silent or only starting; at last those
+        that refused somebody's connection and have spoken since, for that one may have been cut
+        off.
         """
         first: list[Worker] = []
         second: list[Worker] = []
         last: list[Worker] = []
-        bars: set[Bar] = set()
         for worker in self._table:
             status = self._table.status(worker, now)
             bar = bar_of(worker.info, status, query)
             if bar is None:
                 silent = status is Status.SUSPECT
                 (second if silent or worker.starting else first).append(worker)
-                continue
-            bars.add(bar)
-            if bar is Bar.UNREACHABLE and worker.heard_since_refusal:
+            elif bar is Bar.UNREACHABLE and worker.heard_since_refusal:
                 last.append(worker)
-        if chosen := first or second or last:
-            return chosen
-        known = self._table.remembers(query.model, now)
-        return refusal(query, bars, [w.info for w in self._table], known, self._synced)
+        return first, second, last
 
     def _hear(self, worker_id: str, incarnation: int, now: float) -> Worker | None:
+        worker = self._table.get(worker_id)
+        if worker is not None and (
+            worker.refused
+            or worker.incarnation != incarnation
+            or now - worker.heard_at > self._config.liveness.suspect_after_s
+        ):
+            self._choices.clear()
         change = self._table.heard(worker_id, incarnation, now)
         if change is None:
             return None
@@ -425,13 +527,20 @@ class RouterCore:
             self._load.remove_slot(rank.slot)
             self._rates.remove_slot(rank.slot)
             self._policy.forget(rank.slot)
-            self._ranks.pop(rank.slot, None)
+            self._pages.pop(rank.slot, None)
         info = change.worker.info
         for rank in change.added:
             self._index.add_holder(rank.slot, info.total_blocks)
             self._load.add_slot(rank.slot)
             self._rates.add_slot(rank.slot, info.model)
-            self._ranks[rank.slot] = rank
+            page = _Page(change.worker, rank, Candidate(rank.slot))
+            self._pages[rank.slot] = page
+            self._learn(page.candidate)
+
+    def _learn(self, candidate: Candidate) -> None:
+        rate = self._rates.prefill_rate(candidate.slot)
+        candidate.prefill_rate = rate
+        candidate.decode_delay_s = self._rates.decode_delay_s(rate)
 
     def _estimate(
         self, info: WorkerInfo, slot: int, event: RequestAdmitted, now: float
@@ -493,12 +602,10 @@ class RouterCore:
                 self._unknown_events += 1
 
 
-def _why_lost(choice: _Choice, best: _Choice) -> str:
-    if choice is best:
-        return ""
-    if choice.key == best.key:
-        return f"level with {best.rank.holder.id}; the lot fell on that one"
-    if choice.score.total_s:
-        more = choice.score.total_s - best.score.total_s
-        return f"{more * 1000:.1f} ms more than {best.rank.holder.id}"
-    return f"comes after {best.rank.holder.id} in the policy's order"
+def _wipe(pages: list[_Page]) -> None:
+    """Forgets what was written of one prompt."""
+    for page in pages:
+        candidate = page.candidate
+        candidate.g1_tokens = candidate.g2_tokens = candidate.g3_tokens = candidate.g4_tokens = 0
+        candidate.mates = candidate.onboard_s = 0.0
+        page.below = None

@@ -18,19 +18,26 @@ class PolicyName(StrEnum):
     LEAST_LOADED = "least-loaded"
 
 
-Key = tuple[float, ...]
-"""What candidates are compared by; the least wins, equal ones are drawn by lot."""
-
-
 class Policy(Protocol):
-    """Orders candidates. `rank` has no effect; `chosen` is told of each placement made."""
+    """Puts a cost on candidates: the least wins, equal ones are drawn by lot.
+
+    `costs` runs for all workers in each decision, so it makes numbers and nothing else; `score`
+    explains one of them. Both are without effect; `chosen` is told of each placement made.
+    """
 
     @property
     def name(self) -> PolicyName:
         """Its name in configuration and answers."""
 
-    def rank(self, candidates: Sequence[Candidate]) -> list[tuple[Key, Score]]:
-        """A key and a score for each candidate, in order; zeros where a policy doesn't score."""
+    @property
+    def tolerance(self) -> float:
+        """Costs that differ by no more are equal."""
+
+    def costs(self, candidates: Sequence[Candidate]) -> list[float]:
+        """What each candidate would cost, in order, in a unit of the policy's own."""
+
+    def score(self, candidate: Candidate) -> Score:
+        """The parts of a cost; zeros where a policy has none."""
 
     def chosen(self, slot: int) -> None:
         """A request was placed on `slot`."""
@@ -39,7 +46,17 @@ class Policy(Protocol):
         """`slot` is gone for good."""
 
 
-class _Stateless:
+_NEVER = 1 << 48
+_MOST_TOKENS = 1 << 32
+
+
+class _Simple:
+    tolerance = 0.0
+
+    def score(self, candidate: Candidate) -> Score:
+        """No parts."""
+        return Score()
+
     def chosen(self, slot: int) -> None:
         """Nothing to remember."""
 
@@ -47,24 +64,25 @@ class _Stateless:
         """Nothing to forget."""
 
 
-_NO_SCORE = Score()
-
-
-class KvPolicy(_Stateless):
+class KvPolicy(_Simple):
     """Least cost in seconds (cost.py). Scores within a microsecond are equal."""
 
     name = PolicyName.KV
+    tolerance = 1e-6
 
     def __init__(self, model: CostModel) -> None:
         self._model = model
 
-    def rank(self, candidates: Sequence[Candidate]) -> list[tuple[Key, Score]]:
-        """By total score."""
-        scores = [self._model.score(c) for c in candidates]
-        return [((round(s.total_s, 6),), s) for s in scores]
+    def costs(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Total scores, in seconds."""
+        return self._model.totals(candidates)
+
+    def score(self, candidate: Candidate) -> Score:
+        """The score with its parts."""
+        return self._model.score(candidate)
 
 
-class RoundRobinPolicy:
+class RoundRobinPolicy(_Simple):
     """Whoever was chosen longest ago; newcomers first, in order of their appearance."""
 
     name = PolicyName.ROUND_ROBIN
@@ -73,9 +91,10 @@ class RoundRobinPolicy:
         self._turn = 0
         self._last: dict[int, int] = {}
 
-    def rank(self, candidates: Sequence[Candidate]) -> list[tuple[Key, Score]]:
-        """By the turn at which each was last chosen."""
-        return [((self._last.get(c.slot, -1), c.slot), _NO_SCORE) for c in candidates]
+    def costs(self, candidates: Sequence[Candidate]) -> list[float]:
+        """The turn at which each was last chosen; newcomers before all, by their slot."""
+        last = self._last
+        return [last.get(c.slot) or c.slot - _NEVER for c in candidates]
 
     def chosen(self, slot: int) -> None:
         """Puts the worker at the end of the row."""
@@ -87,24 +106,24 @@ class RoundRobinPolicy:
         self._last.pop(slot, None)
 
 
-class RandomPolicy(_Stateless):
+class RandomPolicy(_Simple):
     """All alike: the lot decides."""
 
     name = PolicyName.RANDOM
 
-    def rank(self, candidates: Sequence[Candidate]) -> list[tuple[Key, Score]]:
-        """Equal keys."""
-        return [((), _NO_SCORE) for _ in candidates]
+    def costs(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Nothing."""
+        return [0.0] * len(candidates)
 
 
-class LeastLoadedPolicy(_Stateless):
+class LeastLoadedPolicy(_Simple):
     """Fewest requests booked or in the engine, then fewest prompt tokens queued."""
 
     name = PolicyName.LEAST_LOADED
 
-    def rank(self, candidates: Sequence[Candidate]) -> list[tuple[Key, Score]]:
-        """By requests, then by tokens."""
-        return [((c.active_requests, c.queued_tokens), _NO_SCORE) for c in candidates]
+    def costs(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Requests, and tokens as a small part of one."""
+        return [c.active_requests + c.queued_tokens / _MOST_TOKENS for c in candidates]
 
 
 def make_policy(name: PolicyName, model: CostModel) -> Policy:

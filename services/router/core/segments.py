@@ -63,7 +63,7 @@ class Segment:
             return self.keys[:part]
         return [key for key in self.keys if key in part]
 
-    def match(self, start: int, keys: Sequence[int], at: int, end: int) -> int:
+    def match(self, start: int, keys: list[int], at: int, end: int) -> int:
         """How many of keys[at:end] are the run's blocks from `start` on; the first one is.
 
         Notes that the rest of the run is one chain when all of it agrees.
@@ -81,9 +81,8 @@ class Segment:
                 else:
                     high = middle - 1
             return low
-        for i in range(1, size):
-            if keys[at + i] != mine[start + i]:
-                return i
+        if keys[at : at + size] != mine[start : start + size]:
+            return next(i for i in range(1, size) if keys[at + i] != mine[start + i])
         if start + size == len(mine):
             self.proven = start
         return size

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.router.core.index import Digest, PrefixIndex
 from services.router.core.segments import LONGEST
 
+
 def _branch(parent: list[int], at: int, name: int, length: int) -> list[int]:
     """A chain that leaves another one after `at` blocks."""
     return parent[:at] + [1000 * name + i for i in range(at, length)]

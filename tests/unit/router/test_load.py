@@ -1,6 +1,7 @@
 """The load book: bookings count at once, expire, are confirmed; sums never go wrong."""
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -43,7 +44,7 @@ def test_a_booking_counts_at_once_and_expires() -> None:
     assert load.expire(14.9) == 0
     assert load.expire(15) == 1
     assert load.view(0) == LoadView()
-    assert load.mates(KEYS, 6) == {}
+    assert load.mates(KEYS, 6) == Mates()
     assert load.expired == 2
 
 
@@ -149,9 +150,10 @@ class TestMates:
         prefixes.add(0, [1, 2, 3, 4])
         prefixes.add(0, [1, 2, 5])
         prefixes.add(1, [1])
-        assert prefixes.mates([1, 2, 3, 9], 4) == {0: Mates(3, 5 / 4), 1: Mates(1, 1 / 4)}
-        assert prefixes.mates([1, 2, 3, 9], 2) == {0: Mates(2, 5 / 4), 1: Mates(1, 1 / 4)}
-        assert prefixes.mates([7], 1) == prefixes.mates([], 0) == {}
+        crowd = {0: 5 / 4, 1: 1 / 4}
+        assert prefixes.mates([1, 2, 3, 9], 4) == Mates({0: 3, 1: 1}, crowd)
+        assert prefixes.mates([1, 2, 3, 9], 2) == Mates({0: 2, 1: 1}, crowd)
+        assert prefixes.mates([7], 1) == prefixes.mates([], 0) == Mates()
         prefixes.remove(0, [1, 2, 3, 4])
         prefixes.remove(0, [1, 2, 5])
         prefixes.remove(1, [1])
@@ -162,7 +164,37 @@ class TestMates:
         chain = list(range(1000))
         prefixes.add(0, chain)
         prefixes.add(0, chain[:500])
-        assert prefixes.mates(chain, 999) == {0: Mates(999, 1.5)}
+        mates = prefixes.mates(chain, 999)
+        assert mates.depth == {0: 999}
+        assert mates.crowd[0] == pytest.approx(1.5, rel=0.02)
+        assert len(prefixes.counts()) < 50
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200), st.integers(1, 9)), max_size=9)
+    )
+    def test_long_prompts_part_where_they_part(self, others: list[tuple[int, int, int]]) -> None:
+        prefixes, chain = InflightPrefixes(), list(range(180))
+        shared: dict[int, list[int]] = {}
+        added = []
+        for i, (slot, length, more) in enumerate(others):
+            keys = [*chain[:length], *range(1000 * (i + 1), 1000 * (i + 1) + more)]
+            prefixes.add(slot, keys)
+            added.append((slot, keys))
+            if length:
+                shared.setdefault(slot, []).append(min(length, 180))
+            prefixes.check_invariants()
+        depth = prefixes.mates(chain, 170).depth
+        assert depth.keys() == shared.keys()
+        for slot, lengths in shared.items():
+            most = min(max(lengths), 170)
+            assert depth[slot] <= most
+            exact = len(lengths) <= 4 or most <= 16
+            assert depth[slot] == most if exact else depth[slot] > most * 0.74
+        for slot, keys in added:
+            prefixes.remove(slot, keys)
+            prefixes.check_invariants()
+        assert not prefixes.counts()
+        assert not prefixes._recent
 
 
 class LoadMachine(RuleBasedStateMachine):

@@ -118,8 +118,8 @@ class TestCost:
 
 
 def pick(policy: Policy, candidates: list[Candidate]) -> int:
-    keys = [key for key, _ in policy.rank(candidates)]
-    chosen = candidates[keys.index(min(keys))].slot
+    costs = policy.costs(candidates)
+    chosen = candidates[costs.index(min(costs))].slot
     policy.chosen(chosen)
     return chosen
 
@@ -129,7 +129,7 @@ class TestPolicies:
     def test_each_can_be_made(self, name: PolicyName) -> None:
         policy = make_policy(name, CostModel())
         assert policy.name is name
-        assert len(policy.rank([candidate(0), candidate(1)])) == 2
+        assert len(policy.costs([candidate(0), candidate(1)])) == 2
         policy.forget(0)
 
     def test_kv_takes_the_cheapest(self) -> None:
@@ -158,5 +158,12 @@ class TestPolicies:
 
     def test_random_leaves_all_to_the_lot(self) -> None:
         policy = make_policy(PolicyName.RANDOM, CostModel())
-        keys = [k for k, _ in policy.rank([candidate(0), candidate(1, queued_tokens=99)])]
-        assert keys[0] == keys[1]
+        costs = policy.costs([candidate(0), candidate(1, queued_tokens=99)])
+        assert costs[0] == costs[1]
+
+    def test_kv_costs_are_the_totals_of_its_scores(self) -> None:
+        policy = make_policy(PolicyName.KV, CostModel())
+        busy = {"queued_tokens": 700, "decoding": 3, "active_tokens": 5000, "mates": 1.5}
+        tiered = {"g1_tokens": 96, "g2_tokens": 64, "g4_tokens": 32, "onboard_s": 0.02}
+        some = [candidate(0), candidate(1, **busy), candidate(2, **busy, **tiered)]
+        assert policy.costs(some) == pytest.approx([policy.score(c).total_s for c in some])
