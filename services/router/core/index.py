@@ -25,6 +25,7 @@ _KNIT_FROM = 32
 """Blocks in a row, held by the same, that are worth joining to one run."""
 _KNIT_ENTRIES = 2048
 """Most entries (blocks times holders) moved by joining a run: some 100 microseconds."""
+_NONE: frozenset[int] = frozenset()
 _MENDS_AT_ONCE = 4
 """Most runs that a single question takes apart because they are no chain."""
 
@@ -242,13 +243,19 @@ class PrefixIndex:
                 else:
                     lost = alive - members
                     alive -= lost
+                if not parts:
+                    found.update(dict.fromkeys(lost, at))
+                    lost = _NONE
+                stay = []
                 for slot in lost:
                     part: Part = parts.get(slot, 0) if parts else 0
                     run = cell.run_of(part, start, count) if type(cell) is Segment else 0
                     if run == count:
-                        alive |= {slot}
+                        stay.append(slot)
                     else:
                         found[slot] = at + run
+                if stay:
+                    alive = alive.union(stay)
                 if not alive:
                     break
                 within = group if alive <= members else None
@@ -374,6 +381,11 @@ class PrefixIndex:
                     count += 1
             part += count
             size = part
+            apart = count < room and at + count < len(keys)
+            if apart and SHORTEST <= part <= len(mine) - SHORTEST:
+                # Chains part here: questions will, too.
+                self._split(segment, part)
+                mine = segment.keys
         else:
             part = {*mine[:part], key} if isinstance(part, int) else part
             part.add(key)
@@ -390,6 +402,34 @@ class PrefixIndex:
         held.count += count
         held.xor = reduce(xor, keys[at : at + count], held.xor)
         return count
+
+    def _split(self, segment: Segment, at: int) -> None:
+        """Makes two runs of one."""
+        left, right = segment, Segment(segment.keys[at:], segment.full)
+        right.proven = max(0, left.proven - at)
+        del left.keys[at:]
+        left.proven = min(left.proven, at)
+        self._cells.update(dict.fromkeys(right.keys, right))
+        parts, left.partial = left.partial or {}, None
+        for slot, part in parts.items():
+            if isinstance(part, int):
+                sides: tuple[Part, Part] = min(part, at), max(0, part - at)
+            else:
+                sides = part.intersection(left.keys), part.intersection(right.keys)
+            held = self._held.get(slot) or self._retired[slot]
+            held.segments.discard(left)
+            for side, has in zip((left, right), sides, strict=True):
+                if not has:
+                    continue
+                held.segments.add(side)
+                if (has if isinstance(has, int) else len(has)) == len(side.keys):
+                    side.full = self._with(slot, side.full)
+                elif side.partial is None:
+                    side.partial = {slot: has}
+                else:
+                    side.partial[slot] = has
+        for slot in segment.full.members & right.full.members:
+            (self._held.get(slot) or self._retired[slot]).segments.add(right)
 
     def _leave(self, slot: int, held: _Held, segment: Segment, key: int) -> bool:
         """A holder loses a block of a run; False: it did not have it."""

@@ -9,7 +9,7 @@ decision, so requests are counted at some blocks only, ever further apart.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _DENSE = 16
@@ -17,7 +17,8 @@ _DENSE = 16
 _LONGEST = 1 << 24
 _ALL = -1
 """Stands among slots for the sum over them."""
-_RECENT = 4
+_NOTHING: Mapping[int, int] = {}
+_RECENT = 2
 """Requests remembered for each slot and first block, to tell exactly where prompts part."""
 
 
@@ -102,11 +103,12 @@ class InflightPrefixes:
                 del recent[i]
                 break
 
-    def mates(self, keys: Sequence[int], limit: int) -> Mates:
+    def mates(self, keys: Sequence[int], limit: int, known: Mapping[int, int] = _NOTHING) -> Mates:
         """For each slot with requests that share a prefix with `keys`: how deep, how many.
 
-        `depth` counts at most the first `limit` keys. It is exact up to the 16th block and for the
-        latest requests; else it may be too small by what lies between two anchors.
+        `known` is what slots have anyhow: smaller depths may be told as that. `depth` counts at
+        most the first `limit` keys. It is exact up to the 16th block and for the latest requests;
+        else it may be too small by what lies between two anchors.
         """
         mates = Mates()
         if not keys or keys[0] not in self._at:
@@ -137,15 +139,17 @@ class InflightPrefixes:
                     depth[slot] = ended
             ended, until = first, begin
         most = min(limit, total)
+        head = keys[0]
         for slot, passed in depth.items():
-            low = ANCHORS[passed - 1] + 1
-            high = min(ANCHORS[passed], most)
-            depth[slot] = low if low < high else min(low, most)
-            if low < high:
-                recent = self._recent.get((slot, keys[0]), ())
-                depth[slot] = max(
-                    (_shared(keys, other, low, high) for other in recent), default=low
-                )
+            low = max(ANCHORS[passed - 1] + 1, known.get(slot, 0))
+            high = ANCHORS[passed]
+            if low >= high or low >= most:
+                depth[slot] = min(low, most)
+                continue
+            for other in self._recent.get((slot, head), ()):
+                if low < most and low < len(other) and keys[low] == other[low]:
+                    low = _shared(keys, other, low + 1, min(high, most, len(other)))
+            depth[slot] = low
         return mates
 
     def counts(self) -> dict[tuple[int, int], int]:
@@ -165,10 +169,7 @@ class InflightPrefixes:
 
 
 def _shared(keys: Sequence[int], other: Sequence[int], low: int, high: int) -> int:
-    """How many keys two chains share, if that is from `low` to `high`; else `low`."""
-    high = min(high, len(other))
-    if low > len(other) or keys[low - 1] != other[low - 1]:
-        return low
+    """How many keys two chains share, if that is from `low` to `high`."""
     while low < high:
         middle = (low + high) // 2
         if keys[middle] == other[middle]:

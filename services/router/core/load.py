@@ -7,7 +7,7 @@ their admissions. Nothing here knows of blocks stored, models or liveness.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.events.model import LoadReport, RequestAdmitted, RunningRequest
@@ -320,9 +320,14 @@ class LoadBook:
             report=report,
         )
 
-    def mates(self, keys: Sequence[int], limit: int) -> Mates:
-        """Requests in flight that share a prefix with `keys`, by slot; depth is at most `limit`."""
-        return self._inflight.mates(keys, limit)
+    def mates(
+        self, keys: Sequence[int], limit: int, known: Mapping[int, int] | None = None
+    ) -> Mates:
+        """Requests in flight that share a prefix with `keys`, by slot; depth is at most `limit`.
+
+        `known`: blocks that slots have anyhow.
+        """
+        return self._inflight.mates(keys, limit, known or {})
 
     @property
     def bookings(self) -> int:

@@ -49,7 +49,7 @@ class Prompt:
         # The engine computes the last token of a prompt at least, and whole blocks only.
         self._limit = min(len(keys), max(0, prompt_tokens - 1) // self._block_size)
         self._own = index.depths(keys, self._limit)
-        self._mates = load.mates(keys, self._limit)
+        self._mates = load.mates(keys, self._limit, self._own)
         self._walks: dict[int, TierWalk] = {}
         self._nodes = nodes
         self._reaches: dict[tuple[str, bytes], Reach | None] = {}

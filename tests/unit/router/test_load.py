@@ -188,7 +188,7 @@ class TestMates:
         for slot, lengths in shared.items():
             most = min(max(lengths), 170)
             assert depth[slot] <= most
-            exact = len(lengths) <= 4 or most <= 16
+            exact = len(lengths) <= 2 or most <= 16
             assert depth[slot] == most if exact else depth[slot] > most * 0.74
         for slot, keys in added:
             prefixes.remove(slot, keys)
