@@ -190,7 +190,7 @@ class WorkerService:
         keys = [block_key(h) for h in hashes]
         kv = await self._look_up(hashes, keys, len(tokens), generation)
         try:
-            return self._submit(generation, sink, tokens, keys, kv, received_s)
+            return self._submit(generation, sink, tokens, hashes, keys, kv, received_s)
         except BaseException:
             if kv is not None and self._tiers is not None:
                 self._tiers.release(kv)
@@ -201,6 +201,7 @@ class WorkerService:
         generation: Generation,
         sink: Sink,
         tokens: Sequence[int],
+        hashes: Sequence[bytes],
         keys: Sequence[BlockKey],
         kv: Mapping[str, Any] | None,
         received_s: float,
@@ -224,6 +225,7 @@ class WorkerService:
                     priority=generation.priority,
                     dp_rank=generation.dp_rank,
                     kv=kv,
+                    block_hashes=hashes,
                 )
             )
         except EngineDead as exc:
