@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -41,8 +41,16 @@ class Lifecycle:
         """Whether a stop was asked for."""
         return self._stop.is_set()
 
-    def ready(self, instance: Instance | None = None, ready_file: str = "") -> None:
-        """Says that requests are welcome; writes `ready_file` (atomically) when one is named."""
+    def ready(
+        self,
+        instance: Instance | None = None,
+        ready_file: str = "",
+        instances: Sequence[Instance] = (),
+    ) -> None:
+        """Says that requests are welcome; writes `ready_file` (atomically) when one is named.
+
+        `instances`: all that this process holds, when there are several.
+        """
         if not self.stopping:
             self.phase = Phase.READY
         if instance is not None:
@@ -58,6 +66,9 @@ class Lifecycle:
                     "address": instance.address,
                     "events_address": instance.events_address,
                     "metrics_address": instance.metrics_address,
+                    "instances": [
+                        {"id": i.id, "incarnation": i.incarnation} for i in instances or (instance,)
+                    ],
                 }
             )
             scratch = Path(f"{ready_file}.{os.getpid()}")
