@@ -131,6 +131,7 @@ class _Group:
             self.model.config,
             self.model.vocabulary,
             speedup=settings.sim_speedup,
+            name=id,
         )
         streams: list[FaultyPublisher] = []
 

@@ -71,7 +71,10 @@ class SimEngine:
         vocabulary: Vocabulary,
         *,
         speedup: float = 1.0,
+        name: str = "",
     ) -> None:
+        """`name` is its worker's, for the log."""
+        self._name = name
         self._profile = profile
         self._vocabulary = vocabulary
         self._speedup = speedup
@@ -225,7 +228,11 @@ class SimEngine:
         late_s = self._loop.time() - self._epoch - due / self._speedup
         if late_s > LATE_S:
             if not self.lost_s:
-                log.warning("the simulator can't keep up; its time runs slower", late_s=late_s)
+                log.warning(
+                    "the simulator can't keep up; its time runs slower",
+                    worker=self._name,
+                    late_s=late_s,
+                )
             self._epoch += late_s
             self.lost_s += late_s
         for step in self._sim.advance(due):
