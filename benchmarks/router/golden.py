@@ -2,9 +2,9 @@
 
     python -m benchmarks.router.golden
 
-One line a decision: block size, prompt tokens, for each worker what it has of the prompt and what it
-would have to do with it (as the rival counts), and whom the rival chose. Decisions that a formula
-can't settle, because two workers are level, are left out.
+One line a decision: block size, prompt tokens, for each worker what it has of the prompt and what
+it would have to do with it (as the rival counts), and whom the rival chose. Decisions that a
+formula can't settle, because two workers are level, are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     """Plays requests with shared prefixes to the rival and notes what it does."""
     rng = random.Random(7)
     prefixes = [[rng.randrange(32_000) for _ in range(BLOCK_SIZE * n)] for n in (4, 20, 40, 90)]
-    rows = []
+    rows: list[dict[str, object]] = []
     with Feed(WORKERS) as feed, Rival() as rival:
         rival.ask("workers", addresses=feed.addresses, block_size=BLOCK_SIZE)
         running: list[str] = []

@@ -1,7 +1,7 @@
 """NVIDIA Dynamo's index and selection service beside ours: a venv of its own, a process of its own.
 
-It comes from PyPI (ai-dynamo, ai-dynamo-runtime). Where it can't be had the benchmark fails: numbers
-without those of the rival say little.
+It comes from PyPI (ai-dynamo, ai-dynamo-runtime). Where it can't be had the benchmark fails:
+numbers without those of the rival say little.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def interpreter() -> Path:
             subprocess.run([sys.executable, "-m", "venv", str(_HOME)], check=True, timeout=300)
         check = "import dynamo._core as c; c.RadixTree, c.SelectionService"
         if subprocess.run([python, "-c", check], capture_output=True, timeout=120).returncode:
-            install = [python, "-m", "pip", "install", "-q", "--no-deps", *PACKAGES]
+            install = [str(python), "-m", "pip", "install", "-q", "--no-deps", *PACKAGES]
             subprocess.run(install, check=True, timeout=600)
             subprocess.run([python, "-c", check], check=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as exc:
