@@ -126,6 +126,8 @@ class WorkerSettings(ServiceSettings):
     """Mean length of a simulated answer that nothing else ends, in tokens; 0: it does not end."""
     sim_coalesce_ms: float = Field(default=0.0, ge=0, le=1000)
     """Simulated decode steps are told together over so many milliseconds, which costs less CPU."""
+    sim_fill_blocks: int = Field(default=0, ge=0)
+    """Blocks that each simulated worker holds from its start on; no prompt ever hits them."""
     sim_faults: JsonList = ()
     """Faults of simulated workers: a JSON list of objects with kind (stall, slow, die, drop, lie),
 

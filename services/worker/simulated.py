@@ -29,6 +29,7 @@ from services.worker.app import Given, StoppedEarly, worker
 from services.worker.cardset import CardSet, build_cards
 from services.worker.config import WorkerSettings
 from services.worker.engines.sim.core.faults import Fault
+from services.worker.engines.sim.core.filling import documents
 from services.worker.engines.sim.engine import SimEngine
 from services.worker.engines.sim.faulty import FaultRunner, FaultyPublisher
 from services.worker.engines.sim.folder import SimulatedModel, simulated_model
@@ -160,6 +161,8 @@ class _Group:
                     running = await stack.enter_async_context(
                         worker(settings.model_copy(update=changes), self.life, given)
                     )
+                if settings.sim_fill_blocks:
+                    engine.fill(documents(number, settings.sim_fill_blocks))
                 loop = asyncio.get_running_loop()
                 self._serving_s = self._serving_s or loop.time()
                 faults = FaultRunner(

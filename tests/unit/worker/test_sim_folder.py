@@ -64,6 +64,7 @@ def test_a_profile_from_a_file(folder: Path, tmp_path: Path) -> None:
         ({"kv_cache_gb": 1.0}, "kv_cache_gb"),
         ({"sim_profile": "h100"}, "sim_profile.*h100/llama"),
         ({"sim_profile": "/nowhere.toml"}, "sim_profile.*nowhere"),
+        ({"sim_fill_blocks": 10**9}, "sim_fill_blocks"),
         ({"engine_args": {"seed": 1}}, "engine_args.*seed"),
         ({"engine_args": {"block_size": "x"}}, "block_size"),
         ({"max_model_len": 4096, "engine_args": {"num_gpu_blocks_override": 4}}, "max_model_len"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.ids import BlockKey
 from services.worker.core.blocks import AllDropped, BlockMirror, CopiesDropped
+from services.worker.engines.sim.core.filling import document, documents
 from services.worker.engines.sim.core.model import SimConfig, SimEnd, SimRequest, SimStep
 from services.worker.engines.sim.core.simulator import Simulator
 from services.worker.engines.sim.core.timing import TimingProfile
@@ -305,3 +306,30 @@ def test_drops_are_told_before_what_took_the_place() -> None:
     assert isinstance(changes[0], CopiesDropped) or len(changes) > 1
     dropped = [k for c in changes if isinstance(c, CopiesDropped) for k in c.keys]
     assert dropped == [5, 4, 3, 2]
+
+
+def test_an_engine_can_be_full_from_the_start() -> None:
+    held = documents(3, 150)
+    assert [len(d) for d in held] == [64, 64, 22]
+    assert documents(4, 150)[0] == document(6)
+    shared = {k for d in documents(3, 150) for k in d} & {k for d in documents(4, 150) for k in d}
+    assert len(shared) == 22
+    sim = Simulator(replace(SMALL, capacity_blocks=160))
+    mirror = BlockMirror()
+    for keys in held:
+        mirror.apply(sim.fill(keys, 0.0).changes)
+    sim.check_invariants()
+    assert {k for tier in mirror.blocks() for k in tier.keys} == {k for d in held for k in d}
+    assert set(sim.pool.held()) == {k for d in held for k in d}
+    sim.submit(SimRequest("a", 4 * 64 + 1, 1, list(held[0])), 1.0)
+    assert run(sim)[-1].outputs[0].cached_tokens == 4 * 64
+    with pytest.raises(ValueError, match="fit"):
+        sim.fill([BlockKey(i) for i in range(161)], 2.0)
+
+
+def test_news_between_steps_leave_the_running_step_as_it_is() -> None:
+    sim = Simulator(SMALL)
+    sim.submit(request("a", 8, 2), 0.0)
+    sim.advance(0.0)
+    assert sim.fill([BlockKey(900)], 0.001).count == 0
+    assert [s.count for s in run(sim)] == [1, 1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.blocks import HashedAdapter, block_hashes, block_key, next_block_hash
@@ -173,6 +173,11 @@ class SimEngine:
             return False
         self._tell(step)
         return True
+
+    def fill(self, documents: Iterable[Sequence[BlockKey]]) -> None:
+        """Holds these chains of blocks, as if requests had computed them."""
+        for keys in documents:
+            self._tell(self._sim.fill(keys, self._now()))
 
     def close(self) -> None:
         """Stops it for good; nothing is told any more."""

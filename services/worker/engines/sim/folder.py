@@ -67,6 +67,10 @@ def simulated_model(settings: WorkerSettings) -> SimulatedModel:
     args = _arguments(settings.engine_args)
     size = args["block_size"]
     blocks = args["num_gpu_blocks_override"] or max(1, tokens // size)
+    if settings.sim_fill_blocks > blocks:
+        raise SettingsError(
+            f"sim_fill_blocks is {settings.sim_fill_blocks}, but an engine has {blocks} blocks"
+        )
     folder = Path(settings.model)
     text = _json(folder / "config.json")
     if text is None:

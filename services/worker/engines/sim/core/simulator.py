@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from services.common.ids import BlockKey
 from services.worker.core.blocks import AllDropped, BlockChange, CopiesAdded, CopiesDropped
@@ -161,7 +161,24 @@ class Simulator:
         if self._runs or not self.pool.clear():
             return None
         self._changes.append(AllDropped())
-        return self._told(now, [])
+        return self._between(now, [])
+
+    def fill(self, keys: Sequence[BlockKey], now: float) -> SimStep:
+        """Holds these blocks, a chain, as if a request had computed them.
+
+        Raises ValueError when there are more than blocks without use.
+        """
+        if len(keys) > self.pool.free:
+            raise ValueError(f"{len(keys)} blocks don't fit: {self.pool.free} are free")
+        dropped: list[BlockKey] = []
+        blocks = self.pool.take(len(keys), dropped)
+        if dropped:
+            self._changes.append(CopiesDropped(tuple(dropped)))
+        for block, key in zip(blocks, keys, strict=True):
+            self.pool.name(block, key)
+        self.pool.release(blocks)
+        self._changes.append(CopiesAdded(tuple(keys)))
+        return self._between(now, [])
 
     def load(self) -> SimLoad:
         """How busy it is now."""
@@ -367,17 +384,19 @@ class Simulator:
                 self._running.remove(run)
             self._forget(run)
             outputs.append(SimOutput(id, end=SimEnd.ABORT))
-        if not outputs:
-            return None
-        self._count = self._prefill_tokens = self._preempted = 0
-        return self._told(now, outputs)
+        return self._between(now, outputs) if outputs else None
+
+    def _between(self, now: float, outputs: list[SimOutput]) -> SimStep:
+        """News that belong to no step: those of a running one come with its end."""
+        changes, self._changes = self._changes, []
+        return SimStep(self.steps, 0, now, now, outputs, changes, self.load())
 
     def _told(self, now: float, outputs: list[SimOutput]) -> SimStep:
         changes, self._changes = self._changes, []
         return SimStep(
             self.steps,
             self._count,
-            self._began if self._count else now,
+            self._began,
             now,
             outputs,
             changes,
