@@ -29,6 +29,10 @@ class Phase(StrEnum):
     DRAINING = "draining"
 
 
+def _brief(instance: Instance) -> dict[str, object]:
+    return {"id": instance.id, "incarnation": instance.incarnation}
+
+
 class Lifecycle:
     """Phase of this process and the wish to stop. Owned by the loop's thread."""
 
@@ -66,9 +70,7 @@ class Lifecycle:
                     "address": instance.address,
                     "events_address": instance.events_address,
                     "metrics_address": instance.metrics_address,
-                    "instances": [
-                        {"id": i.id, "incarnation": i.incarnation} for i in instances or (instance,)
-                    ],
+                    **({"instances": [_brief(i) for i in instances]} if instances else {}),
                 }
             )
             scratch = Path(f"{ready_file}.{os.getpid()}")
