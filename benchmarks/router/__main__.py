@@ -23,10 +23,10 @@ import uvloop
 
 from benchmarks.kvbm.report import Report
 from benchmarks.router import endtoend
-from benchmarks.router.load import MODEL, BlockKey, chain_keys, new_core, rss_bytes, stored, timed
+from benchmarks.router.load import MODEL, chain_keys, new_core, rss_bytes, stored, timed
 from benchmarks.router.rival import VERSION, Feed, Rival, RivalMissing
 from services.common.events.model import Batch, BlocksCleared, BlocksRemoved, BlocksStored, Tier
-from services.common.ids import AttemptId
+from services.common.ids import AttemptId, BlockKey
 from services.router.core.answers import Placement, Query
 from services.router.core.index import PrefixIndex
 from services.router.core.placement import RouterCore
@@ -37,7 +37,7 @@ LENGTH = 8_000
 TOKENS = (1_000, 8_000, 64_000, 128_000)
 BLOCK_SIZES = (16, 64)
 WORKERS = (2, 8, 64)
-SWEEP = 5_000
+SWEEP = 2_000
 """Entries that the router frees in one go."""
 
 

@@ -26,8 +26,8 @@ from services.router.server import RouterServicer
 log = get_logger(__name__)
 
 _TICK_S = 0.25
-_SWEEP_ENTRIES = 5_000
-"""Index entries of removed workers that are freed in one go: about a millisecond."""
+_SWEEP_ENTRIES = 2_000
+"""Index entries of removed workers that are freed in one go: a millisecond or two."""
 _LINGER_S = 0.5
 """How long a draining router answers on, while gateways read that it leaves."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +26,8 @@ from services.router.ports import Clock
 log = get_logger(__name__)
 
 _RESTART_PAUSE_S = 1.0
+_BLOCKS_AT_ONCE = 2_000
+"""Blocks of a snapshot that are taken over in one go: one or two milliseconds."""
 
 
 class ReadModel(Protocol):
@@ -34,8 +36,8 @@ class ReadModel(Protocol):
     def heard(self, publisher: str, incarnation: int, now: float, /) -> bool:
         """It lives."""
 
-    def reset(self, snapshot: Snapshot, now: float, /) -> bool:
-        """It holds exactly this."""
+    def resetting(self, snapshot: Snapshot, now: float, step: int, /) -> Iterator[bool]:
+        """It holds exactly this; taken over in steps of so many blocks."""
 
     def apply(self, batch: Batch, now: float, /) -> tuple[Outcome, ...]:
         """What is new."""
@@ -175,7 +177,9 @@ class Followers:
                             for outcome in model.apply(batch, now):
                                 self._on_outcome(outcome)
                         case Reset(snapshot=snapshot):
-                            model.reset(snapshot, now)
+                            for _ in model.resetting(snapshot, now, _BLOCKS_AT_ONCE):
+                                # A large one must not keep decisions and others' news waiting.
+                                await asyncio.sleep(0)
                             log.info(
                                 "snapshot taken",
                                 **{kind: publisher},

@@ -59,6 +59,11 @@ class PrefixIndex:
         self._interned: WeakValueDictionary[frozenset[int], HolderSet] = WeakValueDictionary()
         self._moves: dict[tuple[int, bool], dict[HolderSet, HolderSet]] = {}
         self._move_count = 0
+        # Inside, a holder has a number that changes when it is emptied: what it had then goes
+        # bit by bit, like what a removed holder had.
+        self._inner: dict[int, int] = {}
+        self._outer: dict[int, int] = {}
+        self._numbers = 0
         self._held: dict[int, _Held] = {}
         self._retired: dict[int, _Held] = {}
         self.refused = 0
@@ -68,24 +73,25 @@ class PrefixIndex:
 
     def add_holder(self, slot: int, capacity_blocks: int) -> None:
         """Makes room for a holder of at most `capacity_blocks` (0: not known)."""
-        if slot in self._held or slot in self._retired:
+        if slot in self._inner:
             raise ValueError(f"slot {slot} is taken")
-        self._held[slot] = _Held(capacity_blocks or _UNBOUNDED_BLOCKS)
+        self._renumber(slot, _Held(capacity_blocks or _UNBOUNDED_BLOCKS))
 
     def set_capacity(self, slot: int, capacity_blocks: int) -> None:
         """Changes what a holder may hold; what it has already stays."""
-        held = self._held[slot]
+        held = self._held[self._inner[slot]]
         held.capacity = capacity_blocks or _UNBOUNDED_BLOCKS
         held.widest = max(held.widest, held.capacity)
 
     def remove_holder(self, slot: int) -> None:
         """Forgets a holder at once; `sweep` frees its entries, in time linear in their number."""
-        held = self._held.pop(slot, None)
-        if held is not None:
-            self._retired[slot] = held
+        inner = self._inner.pop(slot, None)
+        if inner is not None:
+            del self._outer[inner]
+            self._retired[inner] = self._held.pop(inner)
 
     def sweep(self, limit: int = 1 << 62) -> bool:
-        """Frees up to `limit` entries of removed holders; True while some are left."""
+        """Frees up to `limit` entries of removed or emptied holders; True while some are left."""
         while self._retired and limit > 0:
             slot, held = next(iter(self._retired.items()))
             if held.segments:
@@ -108,6 +114,7 @@ class PrefixIndex:
 
         Keys in chain order make runs; any order is right.
         """
+        slot = self._inner[slot]
         held = self._held[slot]
         keys = keys if isinstance(keys, list) else list(keys)
         cells = self._cells
@@ -146,6 +153,7 @@ class PrefixIndex:
 
     def remove(self, slot: int, keys: Iterable[int]) -> None:
         """Blocks left a holder; those it was not known to hold are skipped."""
+        slot = self._inner[slot]
         held = self._held[slot]
         cells = self._cells
         moves = self._moves_of(slot, False)
@@ -176,23 +184,43 @@ class PrefixIndex:
             held.xor ^= key
 
     def clear(self, slot: int) -> None:
-        """A holder is empty now."""
-        held = self._held[slot]
-        single, segments = held.single, held.segments
-        held.single, held.segments, held.count, held.xor = set(), set(), 0, 0
-        self._unlink(slot, single)
-        for segment in segments:
-            self._detach(slot, segment)
+        """A holder is empty now. At once; `sweep` frees what it had."""
+        inner = self._inner[slot]
+        held = self._held.pop(inner)
+        del self._outer[inner]
+        self._retired[inner] = held
+        new = _Held(held.capacity)
+        new.widest = held.capacity
+        self._renumber(slot, new)
 
     def replace(self, slot: int, keys: Sequence[int]) -> None:
         """A holder has exactly `keys` now. Costs little where it knew most of them."""
-        held = self._held[slot]
-        if not held.count:
-            self.store(slot, keys)
-            return
-        now, had = set(keys), set(self._keys_of(slot, held))
-        self.remove(slot, had - now)
-        self.store(slot, [key for key in keys if key not in had])
+        for _ in self.replacing(slot, keys, len(keys) or 1):
+            pass
+
+    def replacing(self, slot: int, keys: Sequence[int], step: int) -> Iterator[None]:
+        """`replace` in steps of about `step` keys, between which other things may happen.
+
+        Ends early when the holder is removed meanwhile.
+        """
+        if not self.digest(slot).blocks:
+            had: set[int] = set()
+        else:
+            inner = self._inner[slot]
+            had = set(self._keys_of(inner, self._held[inner]))
+            yield
+            gone = list(had.difference(keys))
+            for at in range(0, len(gone), step):
+                if slot not in self._inner:
+                    return
+                self.remove(slot, gone[at : at + step])
+                yield
+        for at in range(0, len(keys), step):
+            if slot not in self._inner:
+                return
+            part = keys[at : at + step]
+            self.store(slot, [key for key in part if key not in had] if had else part)
+            yield
 
     # Questions.
 
@@ -276,18 +304,17 @@ class PrefixIndex:
             knit = knit or (loose_from, at, within)
         if knit is not None:
             self._knit(keys, *knit)
-        if self._retired:
-            found = {slot: depth for slot, depth in found.items() if slot in self._held}
-        return found
+        outer = self._outer
+        return {outer[inner]: depth for inner, depth in found.items() if inner in outer}
 
     def digest(self, slot: int) -> Digest:
         """Count and xor of a holder's keys."""
-        held = self._held[slot]
+        held = self._held[self._inner[slot]]
         return Digest(held.count, held.xor)
 
     @property
     def blocks(self) -> int:
-        """Different block keys known (those of removed holders count until they are swept)."""
+        """Different block keys known (what holders had before counts until it is swept)."""
         return len(self._cells)
 
     @property
@@ -302,6 +329,8 @@ class PrefixIndex:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the two sides of the index disagree or a bound is broken."""
+        assert self._inner == {slot: inner for inner, slot in self._outer.items()}
+        assert self._outer.keys() == self._held.keys()
         told: dict[int, set[int]] = {}
         for slot, held in [*self._held.items(), *self._retired.items()]:
             assert all(type(self._cells[key]) is HolderSet for key in held.single)
@@ -328,7 +357,13 @@ class PrefixIndex:
         for members, interned in self._interned.items():
             assert members == interned.members
 
-    # Runs.
+    # Runs. From here on slots are the inner numbers.
+
+    def _renumber(self, slot: int, held: _Held) -> None:
+        inner = self._inner[slot] = self._numbers
+        self._outer[inner] = slot
+        self._held[inner] = held
+        self._numbers += 1
 
     def _keys_of(self, slot: int, held: _Held) -> Iterator[int]:
         yield from held.single

@@ -7,7 +7,7 @@ anew has none. Its workers are never touched by that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from services.common.events.model import (
@@ -134,6 +134,11 @@ class NodeTable:
         for rate in snapshot.rates:
             self._apply(node, rate)
         return True
+
+    def resetting(self, snapshot: Snapshot, now: float, step: int = 1 << 62) -> Iterator[bool]:
+        """`reset` in one step, which sets of keys make short; yields True, nothing if not known."""
+        if self.reset(snapshot, now):
+            yield True
 
     def apply(self, batch: Batch, now: float) -> tuple[Outcome, ...]:
         """News of a daemon, in order, without gaps. Requests never end here: returns ()."""

@@ -8,7 +8,7 @@ It answers with values, never with exceptions, and holds nothing that its inputs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -156,18 +156,27 @@ class RouterCore:
 
     def reset(self, snapshot: Snapshot, now: float) -> bool:
         """A worker holds and runs exactly this. False if it is not known."""
+        return any(list(self.resetting(snapshot, now)))
+
+    def resetting(self, snapshot: Snapshot, now: float, step: int = 1 << 62) -> Iterator[bool]:
+        """`reset` in steps of about `step` blocks; yields True after each, nothing if not known.
+
+        Between them anything may happen but news of this worker's stream. Ends early when that
+        makes the snapshot void.
+        """
         worker = self._hear(snapshot.publisher, snapshot.incarnation, now)
         if worker is None:
-            return False
-        worker.answered(snapshot.sequence)
-        self._choices.clear()
+            return
         self._unknown_events += snapshot.unknown_parts
-        for rank in worker.ranks:
+        for rank in list(worker.ranks):
             dp_rank = rank.holder.dp_rank
             mine = [part for part in snapshot.blocks if part.dp_rank == dp_rank]
             blocks = [key for part in mine if part.tier is Tier.G1 for key in part.keys]
             self._unknown_events += sum(part.tier is not Tier.G1 for part in mine)
-            self._index.replace(rank.slot, blocks)
+            for _ in self._index.replacing(rank.slot, blocks, step):
+                yield True
+                if self._pages.get(rank.slot) is None:
+                    return
             running = [
                 (r, self._estimate(worker.info, rank.slot, r.admitted, now))
                 for r in snapshot.requests
@@ -175,7 +184,9 @@ class RouterCore:
             ]
             report = snapshot.load if snapshot.load and snapshot.load.dp_rank == dp_rank else None
             self._load.reset(rank.slot, running, report, now)
-        return True
+        worker.answered(snapshot.sequence)
+        self._choices.clear()
+        yield True
 
     def apply(self, batch: Batch, now: float) -> tuple[Outcome, ...]:
         """News of a worker, in order, without gaps. Returns how this router's placements ended."""
