@@ -192,6 +192,7 @@ async def worker(
                 max_requests=settings.max_requests,
                 watchdog_s=settings.watchdog_s,
                 load_report_interval_s=settings.load_report_interval_s,
+                digest_interval_s=settings.digest_interval_s,
             ),
             tiers,
         )

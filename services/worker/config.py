@@ -115,6 +115,8 @@ class WorkerSettings(ServiceSettings):
     """Seconds without a finished step, while there are requests, until it says NOT_SERVING."""
     load_report_interval_s: float = Field(default=0.03, ge=0)
     """Least time between two load reports, in seconds; the last state is always reported."""
+    digest_interval_s: float = Field(default=5.0, gt=0)
+    """Seconds between digests of all blocks held, by which routers check what they know."""
 
     sim_workers: int = Field(default=1, ge=1, le=4096)
     """Simulated workers of this process; several are named `id`.0, `id`.1 ..., on free ports."""

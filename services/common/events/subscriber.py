@@ -36,6 +36,8 @@ _BATCHES_AT_ONCE = 64
 """Batches after which others get their turn of the loop."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
+_CALM_S = 5.0
+"""A stream that was whole for so long has forgotten its troubles."""
 
 log = get_logger(__name__)
 
@@ -48,13 +50,16 @@ async def follow(
     stats: FollowStats,
     max_buffered: int = 10_000,
     snapshot_timeout_s: float = 10.0,
+    doubted: Callable[[], bool] = lambda: False,
 ) -> AsyncGenerator[StreamItem, None]:
     """Follows the stream of `publisher` at `address` (tcp://host:port), until closed.
 
     First comes Heard, then a Reset as soon as the snapshot is there, then Apply after Apply
     without gaps. When the stream breaks, Heard again until the next Reset. Nothing at all while
     the publisher is silent: how long that may last is the caller's decision. A snapshot that
-    fails or takes longer than `snapshot_timeout_s` is tried again, with growing pauses.
+    fails or takes longer than `snapshot_timeout_s` is tried again, with growing pauses; so are
+    snapshots for a stream that needs one after the other. `doubted` is asked after each item: true
+    means that the consumer has reason to doubt its state, and a snapshot is taken.
     """
     join = Join(stats, max_buffered)
     snapshots = _Snapshots(publisher, take_snapshot, snapshot_timeout_s)
@@ -81,6 +86,12 @@ async def follow(
                     snapshots.start()
                 else:
                     yield instruction
+            if doubted():
+                for instruction in join.on_doubt():
+                    if isinstance(instruction, TakeSnapshot):
+                        snapshots.start()
+                    else:
+                        yield instruction
             if join.live:
                 snapshots.reset()
     finally:
@@ -97,7 +108,9 @@ class _Snapshots:
         self._publisher = publisher
         self._take = take
         self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
         self._pause_s = 0.0
+        self._whole_since: float | None = None
         self.task: asyncio.Task[Snapshot | None] | None = None
 
     @property
@@ -106,6 +119,9 @@ class _Snapshots:
 
     def start(self) -> None:
         """Begins an attempt, after a pause unless it is the first."""
+        if self._whole_since is not None and self._loop.time() - self._whole_since > _CALM_S:
+            self._pause_s = min(self._pause_s, _FIRST_PAUSE_S)
+        self._whole_since = None
         pause_s = self._pause_s * random.uniform(0.5, 1.0)
         self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, self._pause_s * 2))
         self.task = asyncio.create_task(self._fetch(pause_s), name=f"snapshot {self._publisher}")
@@ -117,10 +133,11 @@ class _Snapshots:
         return None if task.cancelled() else task.result()
 
     def reset(self) -> None:
-        """The stream is whole again. The next pause is short, but there is one: a stream that
-        loses batches all the time must not be all snapshots.
+        """The stream is whole. The next pause is short when it has been so for a while: one that
+        loses batches, or lies, all the time must not be all snapshots.
         """
-        self._pause_s = min(self._pause_s, _FIRST_PAUSE_S)
+        if self._whole_since is None:
+            self._whole_since = self._loop.time()
 
     async def _fetch(self, pause_s: float) -> Snapshot | None:
         await asyncio.sleep(pause_s)

@@ -42,6 +42,9 @@ class ReadModel(Protocol):
     def apply(self, batch: Batch, now: float, /) -> tuple[Outcome, ...]:
         """What is new."""
 
+    def doubted(self, publisher: str, /) -> bool:
+        """Whether its snapshot is called for, because it says to have other blocks."""
+
     def refused(self, publisher: str, incarnation: int, now: float, /) -> bool:
         """It refused a connection."""
 
@@ -168,6 +171,7 @@ class Followers:
                 stats=self.stats,
                 # Waiting for room comes on top of the call's own deadline.
                 snapshot_timeout_s=self._snapshot_timeout_s * 12,
+                doubted=lambda: model.doubted(publisher),
             )
             async with aclosing(stream):
                 async for item in stream:

@@ -51,6 +51,10 @@ class RouterMetrics:
         self._failed = counter("failed_snapshots", "Snapshots that could not be had.")
         self._overflows = counter("event_overflows", "Buffers overrun while waiting.")
         self._duplicates = counter("duplicate_batches", "Batches that were known already.")
+        self._drifts = counter(
+            "index_drifts", "Publishers' digests that differed from the index; then a snapshot."
+        )
+        self._lies = counter("event_lies", "Heartbeats that contradicted their snapshot.")
         self._workers = gauge("workers", "Workers by state.", "state")
         self._nodes = gauge("kvbm_daemons", "Known kvbm daemons by state.", "state")
         self._tier_blocks = gauge("tier_blocks", "Blocks of all daemons by tier.", "tier")
@@ -138,6 +142,8 @@ class RouterMetrics:
             ("overflows", self._overflows, streams.overflows),
             ("duplicates", self._duplicates, streams.duplicates),
             ("expired", self._expired, expired),
+            ("drifts", self._drifts, index.drifts),
+            ("lies", self._lies, streams.lies),
         ):
             metric.inc(value - self._last.get(name, 0))
             self._last[name] = value

@@ -192,3 +192,5 @@ class IndexStats:
     """Blocks times daemons that hold them below G1."""
     tier_capacity_entries: int = 0
     tier_refused_entries: int = 0
+    drifts: int = 0
+    """Times so far that a publisher's digest differed from what was known of it."""

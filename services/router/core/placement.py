@@ -15,6 +15,7 @@ from typing import Protocol
 from services.common.events.model import (
     Batch,
     BlocksCleared,
+    BlocksDigest,
     BlocksRemoved,
     BlocksStored,
     Event,
@@ -39,6 +40,7 @@ from services.router.core.answers import (
     WorkerSnapshot,
 )
 from services.router.core.cost import Candidate, CostModel, Score
+from services.router.core.doubts import Doubts
 from services.router.core.eligibility import bar_of, refusal
 from services.router.core.index import PrefixIndex
 from services.router.core.lives import Liveness, Status
@@ -124,6 +126,7 @@ class RouterCore:
         self._policy = make_policy(config.policy, config.cost)
         self._pages: dict[int, _Page] = {}
         self._choices: dict[tuple[str, int], _Choice] = {}
+        self._doubts = Doubts()
         self._synced = False
         self._events = 0
         self._unknown_events = 0
@@ -224,6 +227,7 @@ class RouterCore:
         for change in changes:
             self._choices.clear()
             self._follow(change)
+            self._doubts.forget(change.worker.info.id)
         # What one worker taught, its model's others learn now.
         for page in self._pages.values():
             self._learn(page.candidate)
@@ -232,6 +236,13 @@ class RouterCore:
     def sweep(self, limit: int) -> bool:
         """Frees up to `limit` index entries of whoever went; True while some are left."""
         return self._index.sweep(limit) or self.nodes.sweep(limit)
+
+    def doubted(self, worker_id: str) -> bool:
+        """Whether a worker's digest said that its blocks are not as known here; asking answers.
+
+        Then its snapshot is to be taken.
+        """
+        return self._doubts.take(worker_id)
 
     # Decisions.
 
@@ -350,6 +361,7 @@ class RouterCore:
             tier_entries=self.nodes.entries,
             tier_capacity_entries=self.nodes.capacity,
             tier_refused_entries=self.nodes.refused_blocks,
+            drifts=self._doubts.drifts + self.nodes.drifts,
         )
 
     @property
@@ -579,6 +591,8 @@ class RouterCore:
                 self._index.remove(slot, keys)
             case BlocksCleared(tier=Tier.G1):
                 self._index.clear(slot)
+            case BlocksDigest(tier=Tier.G1, blocks=blocks, xor=xor):
+                self._doubts.compare(rank.holder.id, self._index.digest(slot), blocks, xor)
             case LoadReport():
                 self._load.report(slot, event)
             case RequestAdmitted():

@@ -143,6 +143,28 @@ async def gaps(router: Router) -> int:
     return int((await router.stats()).gaps)
 
 
+async def test_a_worker_that_hides_news_is_found_out_by_its_digest(cluster: Cluster) -> None:
+    w0 = await cluster.worker("w0")
+    router = await cluster.router()
+    await both_ready(router, "w0")
+    w0.store(KEYS)
+    w0.tell_digest()
+    await until("digests", router.digests, {"w0": w0.digest()})
+    taken = (await router.stats()).snapshots
+    w0.keep_quiet([1, 2, 3])
+    w0.store([4])
+    w0.tell_digest()
+    await until("digests", router.digests, {"w0": w0.digest()})
+    stats = await router.stats()
+    assert (stats.gaps, stats.snapshots) == (0, taken + 1)
+
+    async def drifts() -> float | None:
+        figures = await asyncio.to_thread(scrape, router.metrics_address)
+        return figures.get("forebay_router_index_drifts_total")
+
+    await until("drifts", drifts, 1.0)
+
+
 async def test_a_restart_in_place_leaves_no_ghosts(cluster: Cluster) -> None:
     """Cases, row 65: numbers start anew, on the same ports."""
     ports = {"port": free_port(), "events_port": free_port()}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.router.core.index import Digest, PrefixIndex
-from services.router.core.segments import LONGEST
+from services.router.core.segments import LONGEST, Segment
 
 
 def _branch(parent: list[int], at: int, name: int, length: int) -> list[int]:
@@ -180,3 +180,128 @@ def test_memory_is_bounded_by_what_holders_can_hold() -> None:
         index.store(0, [rng.randrange(1 << 64) for _ in range(100)])
     assert index.entries == index.blocks == index.capacity_entries == 100
     assert index.refused == 4900
+
+
+def _told(rng: random.Random) -> list[int]:
+    """What an event may name: runs of chains, forwards or backwards, now and then shuffled."""
+    keys: list[int] = []
+    for _ in range(rng.choice([1, 1, 1, 2])):
+        chain = rng.choice(CHAINS)
+        start = rng.choice([0, 0, 0, 3, 40, rng.randrange(len(chain))])
+        part = chain[start : start + rng.choice([1, 5, 16, 64, 90])]
+        if rng.random() < 0.3:
+            part.reverse()
+        elif rng.random() < 0.1:
+            rng.shuffle(part)
+        keys += part
+    return keys
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_histories(seed: int) -> None:
+    """Few holders and long runs: most questions meet runs that some hold in part."""
+    rng = random.Random(seed)
+    index = PrefixIndex()
+    model: dict[int, set[int]] = {slot: set() for slot in range(3)}
+    for slot in model:
+        index.add_holder(slot, 0)
+    for step in range(250):
+        slot, kind = rng.choice(list(model)), rng.random()
+        if kind < 0.35:
+            keys = _told(rng)
+            index.store(slot, keys)
+            model[slot].update(keys)
+        elif kind < 0.55:
+            keys = _told(rng)
+            index.remove(slot, keys)
+            model[slot].difference_update(keys)
+        elif kind < 0.57:
+            index.clear(slot)
+            model[slot].clear()
+        elif kind < 0.6:
+            keys = list(dict.fromkeys(_told(rng)))
+            for _ in index.replacing(slot, keys, 10):
+                index.sweep(5)
+            model[slot] = set(keys)
+        else:
+            chain = rng.choice(CHAINS)
+            limit = rng.choice([len(chain), rng.randrange(len(chain))])
+            want = {s: naive_depth(has, chain[:limit]) for s, has in model.items()}
+            got = index.depths(chain, limit)
+            assert {s: d for s, d in got.items() if d} == {s: d for s, d in want.items() if d}
+        if step % 10 == 0:
+            index.check_invariants()
+    index.check_invariants()
+
+
+def _runs(index: PrefixIndex) -> list[int]:
+    return sorted(
+        {id(c): len(c.keys) for c in index._cells.values() if type(c) is Segment}.values()
+    )
+
+
+def test_runs_part_where_chains_part() -> None:
+    index = PrefixIndex()
+    for slot in range(2):
+        index.add_holder(slot, 0)
+    index.store(0, _TRUNK[:64])
+    assert _runs(index) == [64]
+    index.store(1, CHAINS[2])
+    assert _runs(index) == [24, 30, 40]
+    assert index.depths(_TRUNK, 90) == {0: 64, 1: 40}
+    index.check_invariants()
+
+
+def test_blocks_that_came_alone_are_put_together_by_a_question() -> None:
+    index = PrefixIndex()
+    for slot in range(2):
+        index.add_holder(slot, 0)
+        for key in _TRUNK:
+            index.store(slot, [key])
+    assert _runs(index) == []
+    assert index.depths(_TRUNK, 90) == {0: 90, 1: 90}
+    assert _runs(index) == [90]
+    assert index.depths(_TRUNK, 90) == {0: 90, 1: 90}
+    index.check_invariants()
+
+
+def test_what_is_no_chain_is_taken_apart() -> None:
+    index = PrefixIndex()
+    index.add_holder(0, 0)
+    jumbled = _TRUNK[::2] + _TRUNK[1::2]
+    index.store(0, jumbled)
+    for _ in range(30):
+        assert index.depths(_TRUNK, 90) == {0: 90}
+    assert _runs(index) == [90]
+    index.check_invariants()
+
+
+def test_an_emptied_holder_starts_anew_at_once() -> None:
+    index = PrefixIndex()
+    index.add_holder(0, 100)
+    index.store(0, _TRUNK)
+    index.clear(0)
+    assert index.digest(0) == Digest(0, 0)
+    assert index.depths(_TRUNK, 90) == {}
+    assert index.entries == 0
+    assert index.blocks == 90, "swept later"
+    index.store(0, _TRUNK[:50])
+    assert index.depths(_TRUNK, 90) == {0: 50}
+    assert index.sweep(1)
+    while index.sweep(10):
+        index.check_invariants()
+    assert index.depths(_TRUNK, 90) == {0: 50}
+    assert index.blocks == 50
+
+
+def test_a_snapshot_in_steps_ends_with_its_holder() -> None:
+    index = PrefixIndex()
+    index.add_holder(0, 0)
+    index.store(0, _TRUNK)
+    steps = index.replacing(0, CHAINS[3], 4)
+    next(steps)
+    index.remove_holder(0)
+    assert list(steps) == []
+    while index.sweep(10):
+        pass
+    assert index.blocks == 0
