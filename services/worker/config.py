@@ -130,6 +130,8 @@ class WorkerSettings(ServiceSettings):
     """Simulated decode steps are told together over so many milliseconds, which costs less CPU."""
     sim_fill_blocks: int = Field(default=0, ge=0)
     """Blocks that each simulated worker holds from its start on; no prompt ever hits them."""
+    sim_fill_first: int = Field(default=0, ge=0)
+    """Number of the first worker, when these documents are shared with other processes."""
     sim_faults: JsonList = ()
     """Faults of simulated workers: a JSON list of objects with kind (stall, slow, die, drop, lie),
 

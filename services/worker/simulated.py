@@ -162,7 +162,8 @@ class _Group:
                         worker(settings.model_copy(update=changes), self.life, given)
                     )
                 if settings.sim_fill_blocks:
-                    engine.fill(documents(number, settings.sim_fill_blocks))
+                    place = settings.sim_fill_first + number
+                    engine.fill(documents(place, settings.sim_fill_blocks))
                 loop = asyncio.get_running_loop()
                 self._serving_s = self._serving_s or loop.time()
                 faults = FaultRunner(
