@@ -68,6 +68,17 @@ def test_a_second_copy_keeps_the_key_when_the_first_is_lost() -> None:
     assert pool.match([7]) == second
 
 
+def test_the_oldest_copy_is_hit_next_and_the_tail_of_what_is_empty_taken_first() -> None:
+    pool = BlockPool(5)
+    copies = [named(pool, [7])[0] for _ in range(3)]
+    blank = pool.take(2, [])
+    pool.release(blank)
+    assert pool.take(2, []) == blank[::-1]
+    pool.release(copies[:1])
+    pool.take(1, [])
+    assert pool.match([7]) == copies[1:2]
+
+
 def test_clear_needs_all_blocks_free() -> None:
     pool = BlockPool(4)
     blocks = named(pool, [1])

@@ -333,3 +333,63 @@ def test_news_between_steps_leave_the_running_step_as_it_is() -> None:
     sim.advance(0.0)
     assert sim.fill([BlockKey(900)], 0.001).count == 0
     assert [s.count for s in run(sim)] == [1, 1]
+
+
+CRAMPED = replace(SMALL, capacity_blocks=8, max_batched_tokens=4)
+
+
+def cramped(first: int, second: int, **more: int) -> tuple[Simulator, list[SimStep]]:
+    """A decode that grows beside a prompt in chunks, until blocks run out; and their priorities."""
+    sim = Simulator(replace(CRAMPED, **more))
+    sim.submit(request("decode", 12, 9, priority=first), 0.0)
+    while not sim.load().running or sim.load().pending_prefill_tokens:
+        sim.advance(sim.next_time() or 0.0)
+    sim.submit(request("prompt", 16, 1, salt=1, priority=second), sim.next_time() or 0.0)
+    return sim, run(sim)
+
+
+def test_the_last_in_order_is_pushed_out_though_it_is_in_the_step_already() -> None:
+    _, steps = cramped(first=1, second=0)
+    (at,) = [i for i, s in enumerate(steps) if s.preempted]
+    # The prompt gets the tokens of the step back that the other had.
+    assert [s.prefill_tokens for s in steps[at - 1 : at + 1]] == [3, 4]
+    assert first(steps, "prompt") < end(steps, "decode")
+
+
+def test_who_is_pushed_out_before_its_first_token_keeps_its_first_count_of_cached_tokens() -> None:
+    _, steps = cramped(first=0, second=1)
+    assert sum(s.preempted for s in steps) == 1
+    outputs = [o for s in steps for o in s.outputs if o.id == "prompt"]
+    assert [o.cached_tokens for o in outputs] == [0]
+    assert outputs[0].queued_s == 0
+
+
+def test_nobody_starts_in_a_step_that_pushed_somebody_out() -> None:
+    sim = Simulator(replace(CRAMPED, max_running=2))
+    sim.submit(request("decode", 12, 9), 0.0)
+    while not sim.load().running or sim.load().pending_prefill_tokens:
+        sim.advance(sim.next_time() or 0.0)
+    sim.submit(request("prompt", 16, 1, salt=1, priority=2), sim.next_time() or 0.0)
+    sim.advance(sim.next_time() or 0.0)
+    sim.submit(request("waits", 3, 1, salt=2, priority=1), sim.next_time() or 0.0)
+    steps = run(sim)
+    (pushed,) = [s for s in steps if s.preempted]
+    assert pushed.prefill_tokens == 0
+
+
+def test_blocks_of_steps_told_together_are_hit() -> None:
+    sim = Simulator(replace(SMALL, coalesce_s=10.0))
+    sim.submit(request("a", 4, 41), 0.0)
+    assert max(s.count for s in run(sim)) > 10
+    sim.submit(request("b", 45, 1), 1.0)
+    assert run(sim)[-1].outputs[0].cached_tokens == 44
+
+
+def test_a_held_run_of_steps_is_not_cut_to_less_than_its_hold() -> None:
+    sim = Simulator(replace(SMALL, coalesce_s=10.0))
+    sim.submit(request("a", 4, 60), 0.0)
+    sim.advance(0.0)
+    sim.advance(0.004)
+    sim.hold(5.0)
+    sim.submit(request("b", 4, 1, salt=1), 0.0101)
+    assert sim.next_time() == 5.0
