@@ -17,6 +17,7 @@ from services.common.telemetry.metrics import metrics_server, new_registry
 from services.common.telemetry.tracing import tracing
 from services.router.adapters.discovery import watch_nodes, watch_workers
 from services.router.adapters.events import Followers
+from services.router.adapters.garbage import Collections, watched_collections
 from services.router.adapters.metrics import RouterMetrics
 from services.router.adapters.prefetch import Prefetcher
 from services.router.config import RouterSettings
@@ -42,6 +43,7 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
     with (
         tracing("router", router_id, settings.otlp_endpoint) as tracer,
         metrics_server(registry, settings.host, settings.metrics_port) as metrics_port,
+        watched_collections() as collections,
     ):
         async with (
             open_discovery(settings) as discovery,
@@ -77,7 +79,9 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                     tasks.create_task(
                         watch_nodes(discovery, core.nodes, followers, clock), name="kvbm discovery"
                     ),
-                    tasks.create_task(_tick(core, followers, metrics, discovery), name="tick"),
+                    tasks.create_task(
+                        _tick(core, followers, metrics, discovery, collections), name="tick"
+                    ),
                 ]
                 await _first_list(life, synced, settings.discovery_grace_s)
                 host = advertised_host(settings.host, settings.advertise_host)
@@ -114,7 +118,11 @@ async def _first_list(life: Lifecycle, synced: asyncio.Event, grace_s: float) ->
 
 
 async def _tick(
-    core: RouterCore, followers: Followers, metrics: RouterMetrics, discovery: Discovery
+    core: RouterCore,
+    followers: Followers,
+    metrics: RouterMetrics,
+    discovery: Discovery,
+    collections: Collections,
 ) -> None:
     """Lets time pass in the core, and shows its figures."""
     while True:
@@ -127,6 +135,7 @@ async def _tick(
             followers.unfollow(InstanceKind.KVBM, node_id)
         while core.sweep(_SWEEP_ENTRIES):  # noqa: ASYNC110 - gives way, waits for nothing
             await asyncio.sleep(0)
+        collections.tend()
         metrics.observe(
             core.index_stats(),
             followers.stats,
