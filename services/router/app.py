@@ -137,9 +137,9 @@ async def _tick(
             await asyncio.sleep(0)
         collections.tend()
         metrics.observe(
-            core.index_stats(),
+            core.index_stats(digests=False),
             followers.stats,
-            core.workers(now),
+            core.statuses(now),
             core.nodes.nodes(now),
             core.bookings,
             core.expired_bookings,

@@ -1,8 +1,8 @@
 """Keeps the collector of garbage away from what is large and lives long.
 
-A full collection walks every dict: with millions of blocks in the index that holds the loop for tens
-of milliseconds, and finds nothing. What has taken long once is frozen: set apart, still freed by its
-reference count, and never walked again.
+A full collection walks every dict: with millions of blocks in the index that holds the loop for
+tens of milliseconds, and finds nothing. What has taken long once is frozen: set apart, still freed
+by its reference count, and never walked again.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.events.model import Tier
 from services.common.events.subscriber import FollowStats
-from services.router.core.answers import IndexStats, NodeSnapshot, Outcome, WorkerSnapshot
+from services.router.core.answers import IndexStats, NodeSnapshot, Outcome
 from services.router.core.lives import Status
 
 _DECISION_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -116,7 +116,7 @@ class RouterMetrics:
         self,
         index: IndexStats,
         streams: FollowStats,
-        workers: Iterable[WorkerSnapshot],
+        workers: Iterable[Status],
         nodes: Sequence[NodeSnapshot],
         bookings: int,
         expired: int,
@@ -148,7 +148,7 @@ class RouterMetrics:
             metric.inc(value - self._last.get(name, 0))
             self._last[name] = value
         for gauge, counts in (
-            (self._workers, Tally(worker.status for worker in workers)),
+            (self._workers, Tally(workers)),
             (self._nodes, Tally(node.status for node in nodes)),
         ):
             for status in Status:

@@ -344,8 +344,12 @@ class RouterCore:
             for rank in worker.ranks
         ]
 
-    def index_stats(self) -> IndexStats:
-        """Figures and digests of the index."""
+    def statuses(self, now: float) -> Iterator[Status]:
+        """How each worker is regarded."""
+        return (self._table.status(worker, now) for worker in self._table)
+
+    def index_stats(self, digests: bool = True) -> IndexStats:
+        """Figures of the index, and digests for each holder if they are wanted."""
         return IndexStats(
             blocks=self._index.blocks,
             entries=self._index.entries,
@@ -357,6 +361,7 @@ class RouterCore:
                 (rank.holder, worker.sequence, self._index.digest(rank.slot))
                 for worker in sorted(self._table, key=lambda w: w.info.id)
                 for rank in worker.ranks
+                if digests
             ),
             tier_entries=self.nodes.entries,
             tier_capacity_entries=self.nodes.capacity,
