@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.ids import BlockKey
-from services.worker.core.blocks import AllDropped, BlockMirror, CopiesDropped
+from services.worker.core.blocks import AllDropped, BlockMirror, CopiesAdded, CopiesDropped
 from services.worker.engines.sim.core.filling import document, documents
-from services.worker.engines.sim.core.model import SimConfig, SimEnd, SimRequest, SimStep
+from services.worker.engines.sim.core.lower import LowerTier
+from services.worker.engines.sim.core.model import SimConfig, SimEnd, SimLoad, SimRequest, SimStep
 from services.worker.engines.sim.core.simulator import Simulator
 from services.worker.engines.sim.core.timing import TimingProfile
 
@@ -255,11 +256,14 @@ def test_steps_told_together_take_the_same_time_and_stop_for_arrivals() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 1 << 30), st.sampled_from([0.0, 0.05]))
-def test_any_mix_ends_whole_and_its_changes_tell_what_is_held(seed: int, coalesce: float) -> None:
+@given(st.integers(0, 1 << 30), st.sampled_from([0.0, 0.05]), st.booleans())
+def test_any_mix_ends_whole_and_its_changes_tell_what_is_held(
+    seed: int, coalesce: float, tiered: bool
+) -> None:
     dice = random.Random(seed)
     config = replace(SMALL, capacity_blocks=24, coalesce_s=coalesce)
-    sim = Simulator(config)
+    lower = tier(40) if tiered else None
+    sim = Simulator(config, lower=lower)
     mirror = BlockMirror()
     wanted: dict[str, int] = {}
     got: dict[str, int] = {}
@@ -393,3 +397,85 @@ def test_a_held_run_of_steps_is_not_cut_to_less_than_its_hold() -> None:
     sim.hold(5.0)
     sim.submit(request("b", 4, 1, salt=1), 0.0101)
     assert sim.next_time() == 5.0
+
+
+def tier(capacity: int = 100, **more: float) -> LowerTier:
+    return LowerTier(capacity, **{"latency_s": 0.002, "block_s": 0.001, **more})
+
+
+def with_tier(lower: LowerTier, **more: int) -> Simulator:
+    """An engine of 9 blocks that computed 8 blocks of salt 0, and lost them to salt 1."""
+    sim = Simulator(replace(SMALL, capacity_blocks=9, **more), lower=lower)
+    for salt in (0, 1):
+        sim.submit(request(f"s{salt}", 33, 1, salt=salt), 0.0)
+        run(sim)
+    return sim
+
+
+def test_what_the_engine_lost_comes_up_from_the_tier_below() -> None:
+    lower = tier()
+    sim = with_tier(lower)
+    assert len(lower) == 16
+    assert sim.pool.match(request("", 33, 1).keys) == []
+    sim.submit(request("again", 33, 1), 1.0)
+    steps = run(sim)
+    (output,) = steps[-1].outputs
+    assert (output.cached_tokens, output.loaded_tokens) == (32, 32)
+    # 2 ms and 8 x 1 ms for the load, 1 ms for the last token.
+    assert steps[-1].ended == pytest.approx(1.011)
+    assert output.queued_s == pytest.approx(0.010)
+    assert len(sim.pool.match(request("", 33, 1).keys)) == 8
+
+
+def test_a_load_that_is_no_quicker_than_computing_is_refused() -> None:
+    sim = with_tier(tier(block_s=0.004))
+    sim.submit(request("again", 33, 1), 1.0)
+    steps = run(sim)
+    assert steps[-1].outputs[0].cached_tokens == 0
+    assert steps[-1].ended == pytest.approx(1.033)
+
+
+def test_loads_come_one_after_the_other_and_nobody_else_waits_for_them() -> None:
+    sim = with_tier(tier(), max_batched_tokens=64)
+    sim.submit(request("a", 33, 1), 1.0)
+    sim.submit(request("other", 4, 1, salt=9), 1.0)
+    steps = run(sim, until=1.0055)
+    sim.submit(request("late", 4, 1, salt=8), 1.0055)
+    steps += run(sim)
+    assert first(steps, "other") == pytest.approx(1.004)
+    assert first(steps, "late") == pytest.approx(1.0095)
+    assert first(steps, "a") == pytest.approx(1.011)
+    sim = with_tier(tier())
+    assert sim.reset(0.5) is not None
+    sim.submit(request("a", 33, 1), 1.0)
+    sim.submit(request("b", 33, 1, salt=1), 1.0)
+    steps = run(sim)
+    assert first(steps, "a") == pytest.approx(1.011)
+    assert first(steps, "b") == pytest.approx(1.021)
+
+
+def test_an_abort_ends_a_load() -> None:
+    sim = with_tier(tier())
+    sim.submit(request("again", 33, 1), 1.0)
+    sim.advance(1.0)
+    sim.check_invariants()
+    sim.abort("again", 1.001)
+    steps = run(sim)
+    assert steps[0].outputs[0].end is SimEnd.ABORT
+    assert steps[0].ended == pytest.approx(1.001)
+    assert sim.load() == SimLoad(0, 0, 0, 0)
+
+
+def test_the_tier_keeps_what_was_used_last_and_tells_what_changed() -> None:
+    lower = tier(4)
+    a, b = [BlockKey(i) for i in (1, 2, 3)], [BlockKey(i) for i in (4, 5)]
+    lower.save(a)
+    lower.save(b)
+    assert lower.match(a) == 2, "the tail leaves first"
+    assert lower.take_news() == [CopiesAdded((1, 2, 3)), CopiesAdded((4, 5)), CopiesDropped((3,))]
+    lower.save(a[:1])
+    assert lower.take_news() == []
+    lower.save([BlockKey(9)])
+    assert lower.take_news()[-1] == CopiesDropped((2,))
+    with pytest.raises(ValueError, match="at least one"):
+        tier(0)

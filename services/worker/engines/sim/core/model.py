@@ -82,6 +82,8 @@ class SimOutput:
     """Prompt tokens that were not computed."""
     queued_s: float | None = None
     """From submission until it was first scheduled."""
+    loaded_tokens: int = 0
+    """Of the cached tokens, those that came up from a lower tier; with the first output."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from services.common.ids import BlockKey
 from services.worker.core.blocks import AllDropped, BlockChange, CopiesAdded, CopiesDropped
+from services.worker.engines.sim.core.lower import LowerTier
 from services.worker.engines.sim.core.model import (
     SimConfig,
     SimEnd,
@@ -27,68 +28,37 @@ from services.worker.engines.sim.core.model import (
     SimStep,
 )
 from services.worker.engines.sim.core.pool import BlockPool
+from services.worker.engines.sim.core.run import Run
 
 Sample = Callable[[str], bool]
 """Told that a request (by id) gets its next token; answers whether that one ends it. It may add
 keys to the request for blocks that are full now."""
 
 
-class _Run:
-    """A request between submission and end. No dataclass: it is in the innermost loops."""
-
-    __slots__ = (
-        "blocks",
-        "cached",
-        "computed",
-        "ended",
-        "limit",
-        "named",
-        "order",
-        "produced",
-        "queued_s",
-        "request",
-        "submitted",
-        "todo",
-        "total",
-    )
-
-    def __init__(self, request: SimRequest, order: tuple[int, int], now: float, limit: int) -> None:
-        self.request = request
-        self.order = order
-        self.submitted = now
-        self.limit = limit
-        """Tokens at which it ends."""
-        self.total = request.prompt_tokens
-        """Prompt and output so far."""
-        self.computed = 0
-        self.produced = 0
-        self.todo = 0
-        """Tokens of the running step."""
-        self.blocks: list[int] = []
-        self.named = 0
-        """Leading blocks that a prefix can hit."""
-        self.cached: int | None = None
-        self.queued_s: float | None = None
-        self.ended = False
-
-    def __lt__(self, other: _Run) -> bool:
-        return self.order < other.order
-
-
 class Simulator:
     """One engine. `sample` None: each request gets as many tokens as it asked for."""
 
-    def __init__(self, config: SimConfig, sample: Sample | None = None) -> None:
+    def __init__(
+        self, config: SimConfig, sample: Sample | None = None, lower: LowerTier | None = None
+    ) -> None:
+        """`lower` None: there is no tier below its own blocks."""
         self.config = config
+        self.lower = lower
         self.slow = 1.0
         """Steps take this many times as long as the profile says, from the next one on."""
         self.steps = 0
         """Steps ended."""
         self.pool = BlockPool(config.capacity_blocks)
         self._sample = sample
-        self._runs: dict[str, _Run] = {}
-        self._waiting: list[_Run] = []
-        self._running: list[_Run] = []
+        self._runs: dict[str, Run] = {}
+        self._waiting: list[Run] = []
+        self._running: list[Run] = []
+        self._loading: list[tuple[float, Run]] = []
+        """Waiting requests whose blocks are on their way up, by the time when these are there."""
+        self._lane_free = -math.inf
+        """When the last load ends."""
+        self._unsaved: list[BlockKey] = []
+        """Blocks that the running step fills, for the lower tier."""
         self._arrivals = 0
         self._pending = 0
         """Prompt tokens to be computed, of all requests."""
@@ -96,7 +66,7 @@ class Simulator:
         self._changes: list[BlockChange] = []
         self._held_until = -math.inf
         # The running step; all of it is 0 or empty between steps.
-        self._batch: list[_Run] = []
+        self._batch: list[Run] = []
         self._began = 0.0
         self._ends: float | None = None
         self._count = 0
@@ -122,7 +92,7 @@ class Simulator:
             raise ValueError(f"request {request.id} runs already")
         self._arrivals += 1
         limit = min(request.prompt_tokens + request.max_tokens, longest)
-        run = _Run(request, (request.priority, self._arrivals), now, limit)
+        run = Run(request, (request.priority, self._arrivals), now, limit)
         self._runs[request.id] = run
         self._pending += request.prompt_tokens
         heapq.heappush(self._waiting, run)
@@ -193,8 +163,9 @@ class Simulator:
 
     def _wake(self, now: float) -> None:
         """Lets a step begin at `now` when none runs; a run of steps ends with the one that runs."""
-        if self._ends is None:
-            self._ends = max(now, self._held_until)
+        if self._ends is None or not self._batch:
+            at = max(now, self._held_until)
+            self._ends = at if self._ends is None else min(self._ends, at)
         elif self._count > 1 and now < self._ends:
             self._cut(now)
 
@@ -214,8 +185,13 @@ class Simulator:
             self._ends = None
             return
         profile = self.config.profile
+        while self._loading and self._loading[0][0] <= now:
+            heapq.heappush(self._waiting, heapq.heappop(self._loading)[1])
         batch, tokens, pairs, kv_tokens, decodes = self._schedule(now)
-        assert batch, "requests are there, and none can run"
+        if not batch:
+            assert self._loading, "requests are there, and none can run"
+            self._ends = max(self._loading[0][0], self._held_until)
+            return
         self._batch = batch
         self._began = now
         self._count = 1
@@ -245,10 +221,10 @@ class Simulator:
                 self._take(run, blocks)
         return count
 
-    def _schedule(self, now: float) -> tuple[list[_Run], int, float, int, int]:
+    def _schedule(self, now: float) -> tuple[list[Run], int, float, int, int]:
         """The next step: who is in it, its tokens, pairs, tokens of KV read, and its decodes."""
         size, budget = self.config.block_size, self.config.max_batched_tokens
-        batch: list[_Run] = []
+        batch: list[Run] = []
         running = self._running
         position = 0
         while position < len(running) and budget > 0:
@@ -286,7 +262,7 @@ class Simulator:
                 pairs += run.todo * (run.computed + run.todo / 2)
         return batch, tokens, pairs, kv_tokens, decodes
 
-    def _admit(self, batch: list[_Run], budget: int, now: float) -> None:
+    def _admit(self, batch: list[Run], budget: int, now: float) -> None:
         """Lets waiting requests into the step, first in order first, until one does not fit."""
         size = self.config.block_size
         while self._waiting and budget > 0 and len(self._running) < self.config.max_running:
@@ -295,11 +271,16 @@ class Simulator:
                 heapq.heappop(self._waiting)
                 continue
             hits: list[int] = []
+            keys: Sequence[BlockKey] = ()
             if not run.request.recompute:
                 # The last token is computed: the next one comes from it.
                 usable = (run.total - 1) // size
                 keys = run.request.keys
-                hits = self.pool.match(keys if len(keys) <= usable else keys[:usable])
+                keys = keys if len(keys) <= usable else keys[:usable]
+                hits = self.pool.match(keys)
+                if self.lower is not None and not run.looked and self._load(run, keys, hits, now):
+                    heapq.heappop(self._waiting)
+                    continue
             whole = -(-run.total // size) - len(hits)
             if whole + self.pool.idle_among(hits) > self.pool.free:
                 return
@@ -307,9 +288,13 @@ class Simulator:
             self.pool.share(hits)
             run.blocks = hits
             run.named = len(hits)
-            self._compute(run, len(hits) * size)
+            up = max(0, run.loaded - len(hits))
+            if up:
+                self._take(run, up)
+                self._name(run, run.loaded * size, saved=True)
+            self._compute(run, len(run.blocks) * size)
             if run.cached is None:
-                run.cached = run.computed
+                run.cached, run.lower = run.computed, up
                 run.queued_s = now - run.submitted
             run.todo = min(run.total - run.computed, budget)
             need = -(-(run.computed + run.todo) // size) - len(run.blocks)
@@ -320,7 +305,22 @@ class Simulator:
             self._running.append(run)
             batch.append(run)
 
-    def _preempt(self, run: _Run) -> None:
+    def _load(self, run: Run, keys: Sequence[BlockKey], hits: Sequence[int], now: float) -> bool:
+        """Whether blocks come up for it: some that it lacks, quicker than it computes them."""
+        assert self.lower is not None
+        run.looked = True
+        up = self.lower.match(keys[len(hits) :])
+        compute_s = up * self.config.block_size * self.config.profile.token_s * self.slow
+        ready = max(now, self._lane_free) + self.lower.load_s(up)
+        if not up or ready - now >= compute_s:
+            return False
+        self.lower.touch(keys[: len(hits) + up])
+        self._lane_free = ready
+        run.loaded = len(hits) + up
+        heapq.heappush(self._loading, (ready, run))
+        return True
+
+    def _preempt(self, run: Run) -> None:
         self._running.remove(run)
         self._preempted += 1
         self._give_back(run)
@@ -329,6 +329,10 @@ class Simulator:
     def _end(self, now: float) -> SimStep:
         batch, self._batch = self._batch, []
         self.steps += self._count
+        if self._unsaved:
+            assert self.lower is not None
+            self.lower.save(self._unsaved)
+            self._unsaved.clear()
         outputs: list[SimOutput] = []
         ended = False
         for run in batch:
@@ -343,7 +347,7 @@ class Simulator:
             self._running = [run for run in self._running if not run.ended]
         return self._told(now, outputs)
 
-    def _produce(self, run: _Run) -> SimOutput:
+    def _produce(self, run: Run) -> SimOutput:
         """The next token, or as many as there are steps in a run of them."""
         sample = self._sample
         end: SimEnd | None = None
@@ -371,6 +375,7 @@ class Simulator:
             end,
             run.cached if first else None,
             run.queued_s if first else None,
+            run.lower * self.config.block_size if first else 0,
         )
 
     def _apply_aborts(self, now: float) -> SimStep | None:
@@ -407,14 +412,14 @@ class Simulator:
 
     # Blocks.
 
-    def _take(self, run: _Run, count: int) -> None:
+    def _take(self, run: Run, count: int) -> None:
         dropped: list[BlockKey] = []
         run.blocks.extend(self.pool.take(count, dropped))
         if dropped:
             self._changes.append(CopiesDropped(tuple(dropped)))
 
-    def _name(self, run: _Run, computed: int) -> None:
-        """Full blocks up to `computed` tokens can be hit from now on."""
+    def _name(self, run: Run, computed: int, *, saved: bool = False) -> None:
+        """Full blocks up to `computed` tokens can be hit from now on; `saved`: they came up."""
         full = min(computed // self.config.block_size, len(run.request.keys))
         if full <= run.named:
             return
@@ -423,22 +428,25 @@ class Simulator:
             self.pool.name(block, key)
         run.named = full
         self._changes.append(CopiesAdded(keys))
+        if self.lower is not None and not saved:
+            self._unsaved.extend(keys)
 
-    def _compute(self, run: _Run, computed: int) -> None:
+    def _compute(self, run: Run, computed: int) -> None:
         prompt = run.request.prompt_tokens
         if run.computed < prompt:
             self._pending -= min(computed, prompt) - run.computed
         run.computed = computed
 
-    def _give_back(self, run: _Run) -> None:
+    def _give_back(self, run: Run) -> None:
         self.pool.release(run.blocks)
         run.blocks = []
-        run.named = run.todo = 0
+        run.named = run.todo = run.loaded = 0
+        run.looked = False
         prompt = run.request.prompt_tokens
         self._pending += min(run.computed, prompt)
         run.computed = 0
 
-    def _forget(self, run: _Run) -> None:
+    def _forget(self, run: Run) -> None:
         self._give_back(run)
         self._pending -= run.request.prompt_tokens
         run.ended = True
@@ -448,6 +456,7 @@ class Simulator:
         """Raises AssertionError when the engine contradicts itself."""
         self.pool.check_invariants()
         waiting = [run for run in self._waiting if not run.ended]
+        waiting += [run for _, run in self._loading if not run.ended]
         assert len(waiting) + len(self._running) == len(self._runs), "a request is lost or double"
         assert all(not run.blocks for run in waiting), "a waiting request keeps blocks"
         used = {block for run in self._running for block in run.blocks}
