@@ -246,6 +246,18 @@ class PrefixIndex:
                 break
             if type(cell) is Segment:
                 mine = cell.keys
+                if cell.full is within and not cell.proven:
+                    # The common case, in few words: the next run, held by the same.
+                    after = at + len(mine)
+                    if after <= end and mine[0] == keys[at] and mine[-1] == keys[after - 1]:
+                        if after - at >= LONGEST // 2 or cell.partial:
+                            if pieces > 1 and at - loose_from >= _KNIT_FROM:
+                                knit = knit or (loose_from, at, within)
+                            loose_from, pieces = after, 0
+                        else:
+                            pieces += 1
+                        at = after
+                        continue
                 start = 0 if mine[0] == keys[at] else mine.index(keys[at])
                 count = len(mine) - start
                 if start < cell.proven or at + count > end or keys[at + count - 1] != mine[-1]:
