@@ -12,6 +12,8 @@ from services.router.core.placement import CoreConfig
 from services.router.core.policies import PolicyName
 from services.router.core.rates import RateDefaults
 
+_COST = CostModel()
+
 
 class RouterSettings(ServiceSettings):
     """Settings of one router; the weights are pure numbers (services/router/core/cost.py)."""
@@ -24,21 +26,25 @@ class RouterSettings(ServiceSettings):
     metrics_port: int = Field(default=8101, ge=0, le=65535)
     """Port of /metrics; 0 picks a free one."""
     policy: PolicyName = PolicyName.KV
-    """kv, round-robin, random or least-loaded."""
+    """kv, round-robin, random or least-loaded; to compare with: p2c, sticky, dynamo, lmetric."""
     seed: int = 0
     """Seed of the generator that breaks ties; 0 takes a random one."""
-    own_weight: float = Field(default=1.0, ge=0)
-    """How much more than once a request's own recompute counts."""
-    space_weight: float = Field(default=0.03, ge=0)
+    own_weight: float = Field(default=_COST.own_weight, ge=0)
+    """How much more than once it counts to compute what another worker holds."""
+    churn_weight: float = Field(default=_COST.churn_weight, ge=0)
+    """Price of a computed token where the cache is refilled twice as fast as elsewhere."""
+    space_weight: float = Field(default=_COST.space_weight, ge=0)
     """Price of a prompt token in use at a worker, as a share of computing it."""
-    crowd_weight: float = Field(default=0.25, ge=0)
+    crowd_weight: float = Field(default=_COST.crowd_weight, ge=0)
     """Price of each request in flight that shares the prompt, as a share of computing it."""
+    dynamo_weight: float = Field(default=1.0, ge=0)
+    """Weight of prefill blocks beside active ones in the policy `dynamo`."""
     context_tokens: float = Field(default=65536.0, gt=0)
     """Context at which attention doubles the cost of a prefilled token, in tokens."""
     prefill_tokens_per_s: float = Field(default=4000.0, gt=0)
     """Prefill rate of workers before it is measured, in tokens a second."""
     decode_tokens: float = Field(default=16.0, ge=0)
-    """A running decode weighs like this many prompt tokens ahead."""
+    """For so many tokens the running decodes count that a request slows down."""
     g2_speedup: float = Field(default=10.0, gt=0)
     """How many times as fast as computing it host memory brings a block up, until measured."""
     g3_speedup: float = Field(default=3.0, gt=0)
@@ -70,13 +76,15 @@ class RouterSettings(ServiceSettings):
             policy=self.policy,
             cost=CostModel(
                 own_weight=self.own_weight,
-                context_tokens=self.context_tokens,
+                churn_weight=self.churn_weight,
                 space_weight=self.space_weight,
                 crowd_weight=self.crowd_weight,
+                decode_tokens=self.decode_tokens,
             ),
+            dynamo_weight=self.dynamo_weight,
             rates=RateDefaults(
                 prefill_tokens_per_s=self.prefill_tokens_per_s,
-                decode_tokens=self.decode_tokens,
+                context_tokens=self.context_tokens,
                 learn=self.learn_rates,
             ),
             onboard=OnboardDefaults(self.g2_speedup, self.g3_speedup, self.g4_speedup),

@@ -1,17 +1,22 @@
 """The score in seconds: what a placement costs the request and those around it. Lower is better.
 
-    score = queue + prefill x (1 + own_weight) + onboard + imposed
+    score = queue + prefill + onboard                    the time to first token
+          + own_weight x prefill                         computing costs the cluster, too
+          + churn_weight x churn x prefill               the worth of what must be evicted
+          + decode_tokens x decodes x imposed            the running decodes that it slows down
+          + space_weight x active tokens                 the room that requests there need
+          + crowd_weight x mates x prompt                the crowd on one copy of a prefix
 
-queue    prompt tokens ahead / prefill rate
-prefill  uncached tokens / prefill rate x (1 + mean context / context_tokens), as attention grows
+queue    what waits ahead, in the worker's own time (rates.py), less what must be done of it by now
+prefill  a + b x uncached + c x uncached x context
 onboard  bringing up blocks of lower tiers (onboard.py), never more than computing them
-imposed  decodes x decode delay                       the running decodes that this prefill holds up
-         + space_weight x active tokens / rate        the worth of what must leave the cache
-         + crowd_weight x mates x prompt / rate       the crowd on one copy of a prefix
+churn    by what share the cache is refilled faster than others (churn.py)
 
-own_weight: recomputing costs the cluster, not only this request. Without a price on space, popular
-prefixes concentrate. The crowd price makes further copies of a hot prefix: `mates` requests in
-flight that share the prompt would share the cost of a copy, too.
+Recomputing what another worker holds costs the cluster, not only this request, so it counts more
+than once: a request stays with its blocks as long as waiting costs less than that. Blocks evict
+others: where caches turn over faster, what leaves would have been of more use. With that price all
+caches together forget nearly as one would, and the work spreads evenly by itself. A prefix that
+many requests in flight share is worth a further copy: `mates` counts them.
 """
 
 from __future__ import annotations
@@ -19,10 +24,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_NEVER = float("inf")
+
 
 @dataclass(slots=True)
 class Candidate:
-    """What is known of one worker for one request. Tokens throughout; rates in tokens a second.
+    """What is known of one worker for one request. Tokens and seconds throughout.
 
     The core keeps one for each slot and writes into it what has changed: making them anew would
     cost more than the rest of a decision. Policies read only.
@@ -37,14 +44,56 @@ class Candidate:
     g4_tokens: int = 0
     mates: float = 0.0
     """Requests in flight there that share the prompt (half of it counts half)."""
-    active_requests: int = 0
-    decoding: int = 0
-    queued_tokens: int = 0
-    active_tokens: int = 0
-    prefill_rate: float = 1.0
-    decode_delay_s: float = 0.0
     onboard_s: float = 0.0
     """Seconds to bring up what is usable from lower tiers."""
+
+    # Load (load.py).
+    active_requests: int = 0
+    decoding: int = 0
+    active_tokens: int = 0
+    active_blocks: int = 0
+    """Full prompt blocks of all requests booked or in the engine, one at least for each."""
+    placements: int = 0
+    """So far, by this router."""
+    queued_tokens: int = 0
+    """Prompt tokens ahead, when events last told."""
+    queued_requests: int = 0
+    """Whose they are."""
+    queued_pairs: float = 0.0
+    """Sum of these tokens x the mean context that they attend to."""
+    head_tokens: int = 0
+    """Those of the first request in the queue, which is under work."""
+    head_pairs: float = 0.0
+    head_since: float = 0.0
+    """Since when it is."""
+    told_share: float = 0.0
+    """What share of the queue the engine's own report left."""
+    fresh_share: float = 0.0
+    """What share came after that."""
+    told_at: float = _NEVER
+    """When that came; infinity: there is none."""
+
+    # Rates (rates.py).
+    request_s: float = 0.0
+    token_s: float = 1.0
+    pair_s: float = 0.0
+    sequence_s: float = 0.0
+    """A token of all other decodes, by one decode more."""
+    kv_s: float = 0.0
+    """The same, for each token of its context."""
+    churn: float = 0.0
+    """By what share its cache is refilled faster than others (negative: slower), within bounds."""
+
+    # What follows from load and rates; `settle` works it out.
+    queued_s: float = 0.0
+    rest_s: float = 0.0
+    """Without the head."""
+    free_at: float = 0.0
+    """When the queue is done, if the head takes as long as expected."""
+    told_free_at: float = _NEVER
+    """When all that the engine's report left is done."""
+    fresh_s: float = 0.0
+    """What came after the report."""
 
     @property
     def lower_tokens(self) -> int:
@@ -56,6 +105,54 @@ class Candidate:
         """Tokens that the engine would have to compute."""
         return self.prompt_tokens - self.g1_tokens - self.lower_tokens
 
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens a second, without context."""
+        return 1 / self.token_s
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds to compute the uncached tokens."""
+        uncached = self.uncached_tokens
+        context = self.prompt_tokens - uncached / 2
+        return self.request_s + uncached * (self.token_s + self.pair_s * context)
+
+    def settle(self) -> None:
+        """Works out the queue's seconds anew; to be called when load or rates have changed."""
+        total = self.rest_s = self.queued_s = (
+            self.request_s * self.queued_requests
+            + self.token_s * self.queued_tokens
+            + self.pair_s * self.queued_pairs
+        )
+        self.free_at = 0.0
+        if self.head_tokens:
+            head = self.request_s + self.token_s * self.head_tokens + self.pair_s * self.head_pairs
+            self.rest_s = total - head
+            self.free_at = self.head_since + total
+        self.told_free_at = self.told_at + total * self.told_share
+        self.fresh_s = total * self.fresh_share
+
+    def queue_s(self, now: float) -> float:
+        """Seconds until a new request's turn comes.
+
+        Two counts hold, and the lesser is nearer: that of the requests known to be there, of which
+        the first may be late, but not over; and what the engine's own report left.
+        """
+        left = self.free_at - now
+        if left < self.rest_s:
+            left = self.rest_s
+        told = self.told_free_at - now
+        told = (told if told > 0 else 0.0) + self.fresh_s
+        if told < left:
+            left = told
+        return left if left > 0 else 0.0
+
+    def ahead_tokens(self, now: float) -> float:
+        """Tokens that are still to be computed before a new request's."""
+        if self.queued_s <= 0:
+            return 0.0
+        return self.queued_tokens * min(1.0, self.queue_s(now) / self.queued_s)
+
 
 @dataclass(slots=True)
 class Score:
@@ -65,6 +162,7 @@ class Score:
     prefill_s: float = 0.0
     onboard_s: float = 0.0
     imposed_s: float = 0.0
+    """All that it costs others."""
     total_s: float = 0.0
 
     @property
@@ -77,48 +175,57 @@ class Score:
 class CostModel:
     """The weights; pure numbers unless said otherwise, so that they fit any hardware."""
 
-    own_weight: float = 1.0
+    own_weight: float = 2.0
     """How much more than once a request's own recompute counts."""
-    context_tokens: float = 65536.0
-    """Context at which attention costs as much as everything else of a prefill, in tokens."""
-    space_weight: float = 0.03
+    churn_weight: float = 3.0
+    """Price of computing where the cache is refilled twice as fast as others, as a share of it."""
+    most_churn: float = 0.2
+    """Churn counts up to this much more or less than others'."""
+    space_weight: float = 0.006
     """Price of a token of space in use, as a share of computing it."""
-    crowd_weight: float = 0.25
+    crowd_weight: float = 0.3
     """Price of each mate, as a share of computing the prompt."""
+    decode_tokens: float = 16.0
+    """Tokens for which the decodes count that a request slows down."""
 
-    def totals(self, candidates: Sequence[Candidate]) -> list[float]:
-        """`score(c).total_s` of each candidate, without its parts: for all workers, each time."""
-        own, reach = 1 + self.own_weight, self.context_tokens
-        space, crowd = self.space_weight, self.crowd_weight
+    def totals(self, candidates: Sequence[Candidate], now: float) -> list[float]:
+        """`score(c, now).total_s` of each candidate, without its parts; runs in each decision."""
+        own, churn = 1 + self.own_weight, self.churn_weight
+        space, crowd, tokens = self.space_weight, self.crowd_weight, self.decode_tokens
         totals = []
         for c in candidates:
             prompt = c.prompt_tokens
             lower = c.g2_tokens + c.g3_tokens + c.g4_tokens
             uncached = prompt - c.g1_tokens - lower
-            work = (
-                c.queued_tokens
-                + own * uncached * (1 + (prompt - uncached / 2) / reach)
-                + space * c.active_tokens
-                + crowd * c.mates * prompt
+            token_s = c.token_s
+            left = c.free_at - now
+            if left < c.rest_s:
+                left = c.rest_s
+            told = c.told_free_at - now
+            told = (told if told > 0 else 0.0) + c.fresh_s
+            if told < left:
+                left = told
+            prefill = c.request_s + uncached * (token_s + c.pair_s * (prompt - uncached / 2))
+            total = (
+                left
+                + prefill * (own + churn * c.churn)
+                + tokens * c.decoding * (c.sequence_s + c.kv_s * prompt)
+                + token_s * (space * c.active_tokens + crowd * c.mates * prompt)
             )
-            total = work / c.prefill_rate + c.decoding * c.decode_delay_s
             if lower:
-                total += min(c.onboard_s, lower / c.prefill_rate)
+                total += min(c.onboard_s, lower * token_s)
             totals.append(total)
         return totals
 
-    def score(self, c: Candidate) -> Score:
+    def score(self, c: Candidate, now: float) -> Score:
         """The score of one candidate."""
-        rate = c.prefill_rate
-        uncached = c.uncached_tokens
-        queue = c.queued_tokens / rate
-        context = c.prompt_tokens - uncached / 2
-        prefill = uncached * (1 + context / self.context_tokens) / rate
-        onboard = min(c.onboard_s, c.lower_tokens / rate)
+        prefill, token_s = c.prefill_s, c.token_s
+        queue = c.queue_s(now)
+        onboard = min(c.onboard_s, c.lower_tokens * token_s)
         imposed = (
-            c.decoding * c.decode_delay_s
-            + self.space_weight * c.active_tokens / rate
-            + self.crowd_weight * c.mates * c.prompt_tokens / rate
+            prefill * (self.own_weight + self.churn_weight * c.churn)
+            + self.decode_tokens * c.decoding * (c.sequence_s + c.kv_s * c.prompt_tokens)
+            + self.space_weight * c.active_tokens * token_s
+            + self.crowd_weight * c.mates * c.prompt_tokens * token_s
         )
-        total = queue + prefill * (1 + self.own_weight) + onboard + imposed
-        return Score(queue, prefill, onboard, imposed, total)
+        return Score(queue, prefill, onboard, imposed, queue + prefill + onboard + imposed)

@@ -39,6 +39,7 @@ from services.router.core.answers import (
     Scored,
     WorkerSnapshot,
 )
+from services.router.core.churn import ChurnBook
 from services.router.core.cost import Candidate, CostModel, Score
 from services.router.core.doubts import Doubts
 from services.router.core.eligibility import bar_of, refusal
@@ -47,7 +48,7 @@ from services.router.core.lives import Liveness, Status
 from services.router.core.load import Estimate, LoadBook, PrefillDone
 from services.router.core.nodes import NodeTable
 from services.router.core.onboard import OnboardDefaults, OnboardModel
-from services.router.core.policies import PolicyName, make_policy
+from services.router.core.policies import Ask, PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
 from services.router.core.usable import Prompt, Usable
 from services.router.core.workers import (
@@ -75,6 +76,8 @@ class CoreConfig:
 
     policy: PolicyName = PolicyName.KV
     cost: CostModel = field(default_factory=CostModel)
+    dynamo_weight: float = 1.0
+    """Weight of prefill blocks in the policy `dynamo`."""
     rates: RateDefaults = field(default_factory=RateDefaults)
     onboard: OnboardDefaults = field(default_factory=OnboardDefaults)
     liveness: Liveness = field(default_factory=Liveness)
@@ -123,7 +126,8 @@ class RouterCore:
         self._onboard = OnboardModel(config.onboard)
         self._load = LoadBook(config.booking_ttl_s)
         self._rates = RateBook(config.rates)
-        self._policy = make_policy(config.policy, config.cost)
+        self._churn = ChurnBook()
+        self._policy = make_policy(config.policy, config.cost, config.dynamo_weight)
         self._pages: dict[int, _Page] = {}
         self._choices: dict[tuple[str, int], _Choice] = {}
         self._doubts = Doubts()
@@ -140,6 +144,7 @@ class RouterCore:
         self._follow(change)
         for rank in change.worker.ranks:
             self._index.set_capacity(rank.slot, change.worker.info.total_blocks)
+            self._churn.set_capacity(rank.slot, change.worker.info.total_blocks)
         return change.worker.info is info
 
     def record_vanished(self, worker_id: str, incarnation: int) -> None:
@@ -211,7 +216,9 @@ class RouterCore:
             began = [p.admitted_at for p in mine if p.admitted_at is not None]
             # Without tokens it only marks the time.
             tokens = sum(p.computed_tokens for p in mine) if len(began) == len(mine) else 0
-            self._rates.prefills_done(slot, tokens, min(began, default=now), now)
+            pairs = sum(p.pairs for p in mine)
+            since = min(began, default=now)
+            self._rates.prefills_done(slot, len(mine), tokens, pairs, since, now)
             self._learn(self._pages[slot].candidate)
         return tuple(outcomes)
 
@@ -254,11 +261,12 @@ class RouterCore:
             return choice
         prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
         touched = self._write(choice, query, prompt)
-        page = choice.pages[self._best(self._policy.costs(choice.candidates))]
+        ask = Ask(now, query.keys, query.block_size or 1, self._lot)
+        page = choice.pages[self._best(self._policy.costs(ask, choice.candidates))]
         self._lot = self._dice.randrange(1 << 62)
         rank, candidate, worker = page.rank, page.candidate, page.worker
         cached = candidate.g1_tokens + candidate.lower_tokens
-        score = self._policy.score(candidate)
+        score = self._policy.score(ask, candidate)
         placement = Placement(
             attempt_id,
             rank.holder,
@@ -282,6 +290,7 @@ class RouterCore:
         _wipe(touched)
         self._policy.chosen(rank.slot)
         rank.placements += 1
+        candidate.placements = rank.placements
         return placement
 
     def release(self, attempt_id: AttemptId) -> bool:
@@ -298,7 +307,8 @@ class RouterCore:
         else:
             prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
             touched = self._write(choice, query, prompt)
-            rows = self._rows(choice)
+            ask = Ask(now, query.keys, query.block_size or 1, self._lot)
+            rows = self._rows(choice, ask)
             _wipe(touched)
         shown = {row.holder for row in rows}
         for worker in self._table:
@@ -385,6 +395,7 @@ class RouterCore:
         self._index.check_invariants()
         self._load.check_invariants()
         self._rates.check_invariants()
+        self._churn.check_invariants()
         self.nodes.check_invariants()
         slots = {rank.slot: rank for worker in self._table for rank in worker.ranks}
         assert slots == {slot: page.rank for slot, page in self._pages.items()}
@@ -427,7 +438,8 @@ class RouterCore:
         for slot in prompt.slots():
             page = pages[slot]
             candidate = page.candidate
-            candidate.g1_tokens = prompt.own(slot) * block_size
+            # A last block may be partly filled, and one token is always computed.
+            candidate.g1_tokens = min(prompt.own(slot) * block_size, max(0, tokens - 1))
             candidate.mates = prompt.crowd(slot)
             touched.append(page)
         for page in choice.tiered:
@@ -449,12 +461,12 @@ class RouterCore:
         ties = [i for i, cost in enumerate(costs) if cost <= most]
         return ties[self._lot % len(ties)]
 
-    def _rows(self, choice: _Choice) -> list[Scored]:
+    def _rows(self, choice: _Choice, ask: Ask) -> list[Scored]:
         """How each candidate fared, the chosen one first."""
-        costs = self._policy.costs(choice.candidates)
+        costs = self._policy.costs(ask, choice.candidates)
         best = self._best(costs)
         order = sorted(range(len(costs)), key=lambda i: (i != best, costs[i]))
-        scores = [self._policy.score(c) for c in choice.candidates]
+        scores = [self._policy.score(ask, c) for c in choice.candidates]
         return [
             Scored(
                 choice.pages[i].rank.holder,
@@ -554,6 +566,7 @@ class RouterCore:
             self._index.remove_holder(rank.slot)
             self._load.remove_slot(rank.slot)
             self._rates.remove_slot(rank.slot)
+            self._churn.remove_slot(rank.slot)
             self._policy.forget(rank.slot)
             self._pages.pop(rank.slot, None)
         info = change.worker.info
@@ -561,14 +574,25 @@ class RouterCore:
             self._index.add_holder(rank.slot, info.total_blocks)
             self._load.add_slot(rank.slot)
             self._rates.add_slot(rank.slot, info.model)
+            self._churn.add_slot(rank.slot, info.model, info.total_blocks)
             page = _Page(change.worker, rank, Candidate(rank.slot))
             self._pages[rank.slot] = page
             self._learn(page.candidate)
 
     def _learn(self, candidate: Candidate) -> None:
-        rate = self._rates.prefill_rate(candidate.slot)
-        candidate.prefill_rate = rate
-        candidate.decode_delay_s = self._rates.decode_delay_s(rate)
+        slot = candidate.slot
+        prefill, decode = self._rates.prefill(slot), self._rates.decode(slot)
+        candidate.request_s = prefill.request_s
+        candidate.token_s = prefill.token_s
+        candidate.pair_s = prefill.pair_s
+        candidate.sequence_s = decode.sequence_s
+        candidate.kv_s = decode.kv_s
+        candidate.settle()
+        self._weigh(candidate)
+
+    def _weigh(self, candidate: Candidate) -> None:
+        most = self._config.cost.most_churn
+        candidate.churn = min(max(self._churn.excess(candidate.slot), -most), most)
 
     def _estimate(
         self, info: WorkerInfo, slot: int, event: RequestAdmitted, now: float
@@ -592,6 +616,8 @@ class RouterCore:
         match event:
             case BlocksStored(tier=Tier.G1, keys=keys):
                 self._index.store(slot, keys)
+                self._churn.stored(slot, len(keys))
+                self._weigh(self._pages[slot].candidate)
             case BlocksRemoved(tier=Tier.G1, keys=keys):
                 self._index.remove(slot, keys)
             case BlocksCleared(tier=Tier.G1):
@@ -599,21 +625,28 @@ class RouterCore:
             case BlocksDigest(tier=Tier.G1, blocks=blocks, xor=xor):
                 self._doubts.compare(rank.holder.id, self._index.digest(slot), blocks, xor)
             case LoadReport():
-                self._load.report(slot, event)
+                self._load.report(slot, event, now)
             case RequestAdmitted():
                 known = self._load.is_booked(slot, event.attempt_id)
                 estimate = Estimate() if known else self._estimate(info, slot, event, now)
                 self._load.admitted(slot, event, estimate, now)
             case RequestFirstToken():
-                done = self._load.first_token(slot, event.attempt_id, event.cached_tokens)
+                done = self._load.first_token(slot, event.attempt_id, event.cached_tokens, now)
                 if done is not None:
                     prefills.append(done)
             case RequestFinished():
                 end = self._load.finished(
-                    slot, event.attempt_id, event.cached_tokens, event.aborted
+                    slot,
+                    event.attempt_id,
+                    event.cached_tokens,
+                    event.aborted,
+                    event.output_tokens,
+                    now,
                 )
                 if end is None or end.aborted:
                     return
+                if (pace := end.decoded) is not None:
+                    self._rates.decoded(slot, pace.tokens, pace.seconds, pace.batch, pace.kv_tokens)
                 rank.prompt_tokens += end.prompt_tokens
                 rank.cached_tokens += end.cached_tokens
                 if end.predicted is not None:

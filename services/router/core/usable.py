@@ -46,8 +46,11 @@ class Prompt:
     ) -> None:
         self._keys = keys
         self._block_size = block_size or 1
-        # The engine computes the last token of a prompt at least, and whole blocks only.
-        self._limit = min(len(keys), max(0, prompt_tokens - 1) // self._block_size)
+        # The engine computes the last token of a prompt at least, and whole blocks only; unless the
+        # last key is that of a block partly filled, as engines have it that reuse those.
+        whole = len(keys) * self._block_size <= prompt_tokens
+        full = max(0, prompt_tokens - 1) // self._block_size
+        self._limit = min(len(keys), full if whole else full + 1)
         self._own = index.depths(keys, self._limit)
         self._mates = load.mates(keys, self._limit, self._own)
         self._walks: dict[int, TierWalk] = {}

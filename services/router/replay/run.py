@@ -18,7 +18,7 @@ from services.common.ids import AttemptId
 from services.router.core.answers import Query, Refusal
 from services.router.core.placement import CoreConfig, RouterCore
 from services.router.core.workers import WorkerInfo
-from services.router.replay.links import Link
+from services.router.replay.links import HEARTBEAT_S, Link
 from services.router.replay.model import WorkerModel
 from services.router.replay.trace import TraceRequest
 
@@ -97,6 +97,7 @@ class CorePlacer:
         self._sequence = [0] * len(models)
         self._due: list[tuple[float, int, int, int, Batch | None, bool]] = []
         self._order = 0
+        self._ticked = [0.0] * replicas
         self.decision_s = 0.0
         for core, links in zip(self._cores, self._links, strict=True):
             for i, name in enumerate(self._names):
@@ -119,6 +120,9 @@ class CorePlacer:
         for i, link in enumerate(self._links[which]):
             link.catch_up(now)
             self._fetch(which, i, now)
+        if now - self._ticked[which] >= HEARTBEAT_S:
+            self._ticked[which] = now
+            core.tick(now)
         size = self._models[0].block_tokens
         query = Query(_MODEL, request.input_tokens, request.blocks, size)
         started = self._clock()
@@ -172,9 +176,7 @@ class CorePlacer:
             link.fetching = True
             self._later(now + _SNAPSHOT_S, which, worker, None, False)
 
-    def _later(
-        self, when: float, which: int, worker: int, batch: Batch | None, lost: bool
-    ) -> None:
+    def _later(self, when: float, which: int, worker: int, batch: Batch | None, lost: bool) -> None:
         self._order += 1
         heapq.heappush(self._due, (when, self._order, which, worker, batch, lost))
 

@@ -2,9 +2,9 @@
 
 Two forms are read. Mooncake's JSON lines (kvcache-ai/Mooncake, FAST'25): `timestamp` (ms),
 `input_length`, `output_length` (tokens), `hash_ids` (chained ids of 512-token blocks; the last one
-may be partly filled). And the CSV of the Azure LLM inference traces 2023 (Azure/AzurePublicDataset):
-`TIMESTAMP,ContextTokens,GeneratedTokens`, which tells nothing of prefixes: no two requests share
-one.
+may be partly filled). And the CSV of the Azure LLM inference traces of 2023
+(Azure/AzurePublicDataset): `TIMESTAMP,ContextTokens,GeneratedTokens`, which tells nothing of
+prefixes: no two requests share one.
 """
 
 from __future__ import annotations
