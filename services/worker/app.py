@@ -7,7 +7,7 @@ says that it serves, in health and in discovery. It stops the other way round.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from services.common.discovery import open_discovery
 from services.common.events.publisher import EventPublisher, open_publisher
 from services.common.ids import new_id, new_incarnation
 from services.common.lifecycle import Lifecycle
-from services.common.rpc.server import RpcServer, rpc_server
+from services.common.rpc.server import RpcServer, Service, rpc_server
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
 from services.common.telemetry.tracing import tracing
@@ -54,6 +54,8 @@ class Given:
     """Of the engine, when they are known."""
     publisher: Callable[[EventPublisher], Publisher] | None = None
     """Stands between the worker and its event stream."""
+    services: Sequence[Service] = ()
+    """Served on its port beside its own."""
 
 
 class StoppedEarly(Exception):
@@ -157,7 +159,7 @@ async def worker(
         tracer = stack.enter_context(tracing(settings.service, id, settings.otlp_endpoint))
         servicer = WorkerServicer(settings.backlog_tokens)
         rpc = await stack.enter_async_context(
-            rpc_server(settings.host, settings.port, [service_of(servicer)])
+            rpc_server(settings.host, settings.port, [service_of(servicer), *given.services])
         )
         publisher = await stack.enter_async_context(
             open_publisher(

@@ -25,6 +25,7 @@ from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
 from services.worker.adapters.files import DigestCache
 from services.worker.adapters.groupmetrics import WorkerFigures
+from services.worker.adapters.simulator import SimulatorServicer, service_of
 from services.worker.app import Given, StoppedEarly, worker
 from services.worker.cardset import CardSet, build_cards
 from services.worker.config import WorkerSettings
@@ -153,7 +154,16 @@ class _Group:
             "Time by which the simulator could not keep up.",
             registry=registry,
         ).set_function(lambda: engine.lost_s)
-        given = Given(engine, self.registrar, registry, self.metrics_address, self.cards, between)
+        servicer = SimulatorServicer()
+        given = Given(
+            engine,
+            self.registrar,
+            registry,
+            self.metrics_address,
+            self.cards,
+            between,
+            [service_of(servicer)],
+        )
         faults = None
         try:
             async with AsyncExitStack() as stack:
@@ -173,6 +183,7 @@ class _Group:
                     streams[0],
                     elapsed_s=loop.time() - self._serving_s,
                 )
+                servicer.inject = faults.inject
                 self._instances[number] = running.instance
                 self._changed.set()
                 await running.run(self.life, settings.drain_timeout_s)

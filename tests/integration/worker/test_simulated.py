@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from forebay.simulator.v1 import simulator_pb2 as sim
+from forebay.simulator.v1 import simulator_pb2_grpc
 from forebay.worker.v1 import worker_pb2 as pb
 from forebay.worker.v1 import worker_pb2_grpc
 
@@ -256,6 +259,41 @@ async def test_a_stalled_one_ends_no_step_and_a_slow_one_takes_longer(tmp_path: 
         stalled.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await stalled
+
+
+async def test_faults_are_set_off_by_hand_too(tmp_path: Path) -> None:
+    async with group(tmp_path, workers=1, drain_timeout_s=0.1) as g:
+        first = g.instance("w")
+        async with open_channel(first.address) as channel:
+            stub: Any = simulator_pb2_grpc.SimulatorServiceStub(channel)
+
+            async def inject(**fault: Any) -> None:
+                await stub.InjectFault(sim.InjectFaultRequest(**fault), timeout=5)
+
+            for wrong in ({}, {"kind": sim.FAULT_KIND_DROP, "share": 2}, {"kind": 99}):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await inject(**wrong)
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await inject(kind=sim.FAULT_KIND_STALL, duration_s=FOREVER_S)
+            stalled = asyncio.create_task(generate(first, request()))
+            async with heard(first) as (batches, _):
+
+                async def admitted() -> bool:
+                    held = await snapshot(first)
+                    return bool(held.requests)
+
+                await until(admitted, within_s=10, what="a request that waits")
+                assert RequestFirstToken not in kinds(batches)
+            assert not stalled.done()
+            await inject(kind=sim.FAULT_KIND_DIE)
+
+        async def again() -> bool:
+            return len(g.lives("w")) == 2
+
+        await until(again, within_s=20, what="a second life")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stalled
+        assert len(await generate(g.instance("w"), request())) == 8
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "org/unknown"])

@@ -62,6 +62,8 @@ class FaultRunner:
         self._engine = engine
         self._publisher = publisher
         self._timers: list[asyncio.TimerHandle] = []
+        self._ends: dict[FaultKind, asyncio.TimerHandle] = {}
+        """Of faults that were set off by hand."""
         loop = asyncio.get_running_loop()
         for fault in faults:
             left_s = fault.at_s + fault.for_s - elapsed_s
@@ -72,6 +74,15 @@ class FaultRunner:
             self._timers.append(loop.call_later(wait_s, self._begin, fault, left_s - wait_s))
             if left_s < float("inf"):
                 self._timers.append(loop.call_later(left_s, self._end, fault))
+
+    def inject(self, fault: Fault) -> None:
+        """Sets off a fault now, whatever its time; it takes the place of one of its kind."""
+        if (timer := self._ends.pop(fault.kind, None)) is not None:
+            timer.cancel()
+        self._begin(fault, fault.for_s)
+        if fault.for_s < float("inf"):
+            later = asyncio.get_running_loop().call_later
+            self._ends[fault.kind] = later(fault.for_s, self._end, fault)
 
     def _begin(self, fault: Fault, left_s: float) -> None:
         log.warning("simulated fault", worker=self._worker, kind=fault.kind, seconds=left_s)
@@ -100,5 +111,5 @@ class FaultRunner:
 
     def close(self) -> None:
         """Nothing begins or ends any more."""
-        for timer in self._timers:
+        for timer in (*self._timers, *self._ends.values()):
             timer.cancel()
