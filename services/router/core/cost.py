@@ -95,6 +95,14 @@ class Candidate:
     fresh_s: float = 0.0
     """What came after the report."""
 
+    # What a cost model makes of all that, for a prompt that is cold here (CostModel.totals).
+    warm: bool = True
+    """Whether anything of the prompt is here; false spares looking."""
+    stale: bool = True
+    base_s: float = 0.0
+    line_s: float = 0.0
+    square_s: float = 0.0
+
     @property
     def lower_tokens(self) -> int:
         """Usable from tiers below G1."""
@@ -119,6 +127,7 @@ class Candidate:
 
     def settle(self) -> None:
         """Works out the queue's seconds anew; to be called when load or rates have changed."""
+        self.stale = True
         total = self.rest_s = self.queued_s = (
             self.request_s * self.queued_requests
             + self.token_s * self.queued_tokens
@@ -189,33 +198,45 @@ class CostModel:
     """Tokens for which the decodes count that a request slows down."""
 
     def totals(self, candidates: Sequence[Candidate], now: float) -> list[float]:
-        """`score(c, now).total_s` of each candidate, without its parts; runs in each decision."""
-        own, churn = 1 + self.own_weight, self.churn_weight
-        space, crowd, tokens = self.space_weight, self.crowd_weight, self.decode_tokens
+        """`score(c, now).total_s` of each candidate, without its parts; runs in each decision.
+
+        Where a prompt is cold its cost is a polynomial in its length, worked out when load or rates
+        have changed.
+        """
         totals = []
         for c in candidates:
-            prompt = c.prompt_tokens
-            lower = c.g2_tokens + c.g3_tokens + c.g4_tokens
-            uncached = prompt - c.g1_tokens - lower
-            token_s = c.token_s
-            left = c.free_at - now
-            if left < c.rest_s:
-                left = c.rest_s
-            told = c.told_free_at - now
-            told = (told if told > 0 else 0.0) + c.fresh_s
-            if told < left:
-                left = told
-            prefill = c.request_s + uncached * (token_s + c.pair_s * (prompt - uncached / 2))
-            total = (
-                left
-                + prefill * (own + churn * c.churn)
-                + tokens * c.decoding * (c.sequence_s + c.kv_s * prompt)
-                + token_s * (space * c.active_tokens + crowd * c.mates * prompt)
-            )
-            if lower:
-                total += min(c.onboard_s, lower * token_s)
-            totals.append(total)
+            if c.stale:
+                self._prepare(c)
+            left = c.queue_s(now) if c.queued_s else 0.0
+            if c.warm:
+                totals.append(left + self._warm(c))
+            else:
+                prompt = c.prompt_tokens
+                totals.append(left + c.base_s + prompt * (c.line_s + prompt * c.square_s))
         return totals
+
+    def _prepare(self, c: Candidate) -> None:
+        weight = 1 + self.own_weight + self.churn_weight * c.churn
+        decodes = self.decode_tokens * c.decoding
+        space = self.space_weight * c.active_tokens * c.token_s
+        c.base_s = weight * c.request_s + decodes * c.sequence_s + space
+        c.line_s = weight * c.token_s + decodes * c.kv_s
+        c.square_s = weight * c.pair_s / 2
+        c.stale = False
+
+    def _warm(self, c: Candidate) -> float:
+        """Without the queue. Like a cold prompt, less the blocks that are here; and the crowd."""
+        prompt = c.prompt_tokens
+        lower = c.g2_tokens + c.g3_tokens + c.g4_tokens
+        cached = c.g1_tokens + lower
+        weight = 1 + self.own_weight + self.churn_weight * c.churn
+        total = c.base_s + prompt * (c.line_s + prompt * c.square_s)
+        # Its tokens attend to the prompt's first half of themselves, on average.
+        total -= weight * cached * (c.token_s + c.pair_s * cached / 2)
+        total += c.token_s * self.crowd_weight * c.mates * prompt
+        if lower:
+            total += min(c.onboard_s, lower * c.token_s)
+        return total
 
     def score(self, c: Candidate, now: float) -> Score:
         """The score of one candidate."""

@@ -405,6 +405,7 @@ class RouterCore:
             if slot not in self._load.changed:
                 fresh = replace(c)
                 self._load.fill(fresh)
+                fresh.stale = c.stale
                 assert fresh == c, "a load that nobody wrote down"
         for choice in self._choices.values():
             assert all(self._pages.get(page.rank.slot) is page for page in choice.pages)
@@ -441,6 +442,7 @@ class RouterCore:
             # A last block may be partly filled, and one token is always computed.
             candidate.g1_tokens = min(prompt.own(slot) * block_size, max(0, tokens - 1))
             candidate.mates = prompt.crowd(slot)
+            candidate.warm = True
             touched.append(page)
         for page in choice.tiered:
             candidate = page.candidate
@@ -451,6 +453,7 @@ class RouterCore:
                 candidate.g3_tokens = overlap.g3 * block_size
                 candidate.g4_tokens = overlap.g4 * block_size
                 candidate.onboard_s = usable.onboard_s
+                candidate.warm = True
                 page.below = usable
                 touched.append(page)
         return touched
@@ -575,7 +578,7 @@ class RouterCore:
             self._load.add_slot(rank.slot)
             self._rates.add_slot(rank.slot, info.model)
             self._churn.add_slot(rank.slot, info.model, info.total_blocks)
-            page = _Page(change.worker, rank, Candidate(rank.slot))
+            page = _Page(change.worker, rank, Candidate(rank.slot, warm=False))
             self._pages[rank.slot] = page
             self._learn(page.candidate)
 
@@ -593,6 +596,7 @@ class RouterCore:
     def _weigh(self, candidate: Candidate) -> None:
         most = self._config.cost.most_churn
         candidate.churn = min(max(self._churn.excess(candidate.slot), -most), most)
+        candidate.stale = True
 
     def _estimate(
         self, info: WorkerInfo, slot: int, event: RequestAdmitted, now: float
@@ -671,4 +675,5 @@ def _wipe(pages: list[_Page]) -> None:
         candidate = page.candidate
         candidate.g1_tokens = candidate.g2_tokens = candidate.g3_tokens = candidate.g4_tokens = 0
         candidate.mates = candidate.onboard_s = 0.0
+        candidate.warm = False
         page.below = None
