@@ -214,7 +214,7 @@ async def on_processes(workers: int, blocks: int, seconds: float) -> dict[str, A
             said["workers_rss_mb"] = sum(rss_bytes(p.pid) for p in simulators) / 1e6
             say(f"{workers} simulated workers with {blocks} blocks each", said)
 
-            router = cluster.start_router("router", log_level="warning")
+            router = cluster.start_router("router", log_level="warning", lease_ttl_s=30)
             first_start, address = await recover(router, workers * blocks, workers)
             said["start"] = asdict(first_start)
             say("a router starts", said["start"])
