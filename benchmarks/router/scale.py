@@ -48,6 +48,8 @@ CURVE = (1, 8, 64, 256, 1000)
 EACH_PROCESS = 500
 """Simulated workers of a process."""
 PATIENCE_S = 300.0
+LEASE_S = 300.0
+"""Of all records: nothing is to expire here, and a thousand renewals are not what is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ async def on_processes(workers: int, blocks: int, seconds: float) -> dict[str, A
                     sim_fill_blocks=blocks,
                     sim_fill_first=first,
                     log_level="warning",
-                    lease_ttl_s=30,
+                    lease_ttl_s=LEASE_S,
                 )
             simulators = list(cluster.processes.values())
             for process in simulators:
@@ -214,7 +216,7 @@ async def on_processes(workers: int, blocks: int, seconds: float) -> dict[str, A
             said["workers_rss_mb"] = sum(rss_bytes(p.pid) for p in simulators) / 1e6
             say(f"{workers} simulated workers with {blocks} blocks each", said)
 
-            router = cluster.start_router("router", log_level="warning", lease_ttl_s=30)
+            router = cluster.start_router("router", log_level="warning", lease_ttl_s=LEASE_S)
             first_start, address = await recover(router, workers * blocks, workers)
             said["start"] = asdict(first_start)
             say("a router starts", said["start"])
