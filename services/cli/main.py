@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from services.cli import config, kv, kvprompt
+from services.cli.bench import app as bench
 from services.cli.console import print_error, stage_progress, stderr, stdout
 from services.cli.errors import CliError
 from services.cli.model import SMALL_MODEL, Model, resolve
@@ -31,6 +32,7 @@ demo_app = typer.Typer(
 app.add_typer(demo_app, name="demo")
 app.add_typer(kv.app, name="kv")
 kvprompt.add_commands(kv.app)
+app.add_typer(bench.app, name="bench")
 
 
 def _option(text: str, *names: str, panel: str | None = None, **rest: Any) -> Any:

@@ -190,7 +190,7 @@ class CostModel:
     """Price of computing where the cache is refilled twice as fast as others, as a share of it."""
     most_churn: float = 0.2
     """Churn counts up to this much more or less than others'."""
-    space_weight: float = 0.006
+    space_weight: float = 0.03
     """Price of a token of space in use, as a share of computing it."""
     crowd_weight: float = 0.3
     """Price of each mate, as a share of computing the prompt."""

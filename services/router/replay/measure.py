@@ -67,9 +67,9 @@ def measured(
         ttft.append(one.first_token_s - one.arrival_s)
         cached += one.cached_tokens
         total += one.request.input_tokens
-        if one.finished_s is not None and one.request.output_tokens > 1:
-            # The first token is the prefill's; the `simple` model counts one gap for each token.
-            itl.append((one.finished_s - one.first_token_s) / one.request.output_tokens)
+        gaps = one.request.output_tokens - models[one.worker].first_gap
+        if one.finished_s is not None and gaps > 0:
+            itl.append((one.finished_s - one.first_token_s) / gaps)
     work = [model.computed_tokens for model in models]
     itl.sort()
     return Row(

@@ -18,6 +18,10 @@ class WorkerModel(Protocol):
         """Tokens of a block."""
 
     @property
+    def first_gap(self) -> int:
+        """1 where the first output token is the prefill's own, 0 where it is a decode's."""
+
+    @property
     def computed_tokens(self) -> int:
         """Prompt tokens computed so far, for the imbalance."""
 

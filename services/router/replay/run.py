@@ -56,6 +56,9 @@ class Served:
 class Placer(Protocol):
     """Decides, and is told what workers tell."""
 
+    decision_s: float
+    """Time that decisions took, all together."""
+
     def place(self, request: TraceRequest, attempt_id: AttemptId, now: float) -> int:
         """Index of the worker that gets the request."""
 

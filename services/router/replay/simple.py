@@ -99,6 +99,7 @@ class SimpleWorker:
     """One worker of the model."""
 
     block_tokens = BLOCK_TOKENS
+    first_gap = 0
 
     def __init__(self, settings: SimpleSettings, cache: LruBlocks | None = None) -> None:
         self.settings = settings
