@@ -11,7 +11,9 @@ from services.common.settings import SettingsError
 from services.worker.adapters.files import DigestCache
 from services.worker.cardset import build_cards
 from services.worker.config import WorkerSettings
+from services.worker.engines.sim.core.model import SimRequest
 from services.worker.engines.sim.core.published import capacity_tokens
+from services.worker.engines.sim.core.simulator import Simulator
 from services.worker.engines.sim.folder import simulated_model
 from services.worker.errors import EngineStartError
 
@@ -55,6 +57,34 @@ def test_a_profile_from_a_file(folder: Path, tmp_path: Path) -> None:
     model = simulated_model(settings(folder, sim_profile=str(file)))
     assert model.config.profile.token_s == 0.001
     assert (model.config.capacity_blocks, model.profile.engine) == (200, "simulator 1 (mine)")
+
+
+def test_the_measured_profile_gives_what_was_measured(folder: Path) -> None:
+    file = Path(__file__).parents[3] / "benchmarks" / "simulator" / "smollm2-cpu.toml"
+    args = {"block_size": 32, "max_num_batched_tokens": 256}
+    made = settings(folder, sim_profile=str(file), engine_args=args)
+    sim = Simulator(simulated_model(made).config)
+
+    def run() -> tuple[float, float]:
+        """Seconds to the first token, and decoded tokens a second after all first ones."""
+        first = last = 0.0
+        tokens = 0
+        while (at := sim.next_time()) is not None:
+            for step in sim.advance(at):
+                if any(o.cached_tokens is not None for o in step.outputs):
+                    first, tokens = step.ended, 0
+                else:
+                    tokens += sum(o.tokens for o in step.outputs)
+                last = step.ended
+        return first, tokens / (last - first) if tokens else 0.0
+
+    sim.submit(SimRequest("long", 3322, 1), 0.0)
+    assert run()[0] == pytest.approx(2.9, rel=0.05)
+    sim.submit(SimRequest("one", 8, 100), 10.0)
+    assert run()[1] == pytest.approx(25, rel=0.05)
+    for i in range(8):
+        sim.submit(SimRequest(f"r{i}", 8, 100), 100.0)
+    assert run()[1] == pytest.approx(114, rel=0.05)
 
 
 @pytest.mark.parametrize(
