@@ -60,18 +60,21 @@ def decode(data: bytes) -> Batch:
     except DecodeError as exc:
         raise ValueError(f"{len(data)} bytes that are no envelope") from exc
     events: list[Event] = []
+    unknown = 0
     for message in envelope.events:
         decoder = _DECODERS.get(message.WhichOneof("kind") or "")
         event = decoder(message) if decoder else None
-        if event is not None:
+        if event is None:
+            unknown += 1
+        else:
             events.append(event)
     return Batch(
-        publisher=envelope.publisher,
-        incarnation=envelope.incarnation,
-        sequence=envelope.sequence,
-        time_unix_us=envelope.time_unix_us,
-        events=tuple(events),
-        unknown_events=len(envelope.events) - len(events),
+        envelope.publisher,
+        envelope.incarnation,
+        envelope.sequence,
+        envelope.time_unix_us,
+        tuple(events),
+        unknown,
     )
 
 
@@ -145,8 +148,8 @@ def tier_snapshot_from_proto(m: kvbm_pb2.SnapshotResponse) -> Snapshot:
     )
 
 
-def _keys(numbers: Iterable[int]) -> tuple[BlockKey, ...]:
-    return cast(tuple[BlockKey, ...], tuple(numbers))
+# Keys are numbers: only their type has a name.
+_keys = cast(Callable[[Iterable[int]], tuple[BlockKey, ...]], tuple)
 
 
 def _admitted(e: RequestAdmitted) -> pb.RequestAdmitted:

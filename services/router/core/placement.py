@@ -551,12 +551,16 @@ class RouterCore:
 
     def _hear(self, worker_id: str, incarnation: int, now: float) -> Worker | None:
         worker = self._table.get(worker_id)
-        if worker is not None and (
-            worker.refused
-            or worker.incarnation != incarnation
-            or now - worker.heard_at > self._config.liveness.suspect_after_s
-        ):
+        if worker is None:
+            return None
+        if worker.refused or worker.incarnation != incarnation:
             self._choices.clear()
+        else:
+            # By far the most frequent case, in few words.
+            if now - worker.heard_at > self._config.liveness.suspect_after_s:
+                self._choices.clear()
+            worker.heard_at = now
+            return worker
         change = self._table.heard(worker_id, incarnation, now)
         if change is None:
             return None
