@@ -5,7 +5,7 @@ A receiver drops and counts what it doesn't know: kinds of events, and tiers (ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from forebay.common.v1 import common_pb2
@@ -61,7 +61,7 @@ def decode(data: bytes) -> Batch:
         raise ValueError(f"{len(data)} bytes that are no envelope") from exc
     events: list[Event] = []
     unknown = 0
-    for message in envelope.events:
+    for message in envelope.events[:]:
         decoder = _DECODERS.get(message.WhichOneof("kind") or "")
         event = decoder(message) if decoder else None
         if event is None:
@@ -148,8 +148,9 @@ def tier_snapshot_from_proto(m: kvbm_pb2.SnapshotResponse) -> Snapshot:
     )
 
 
-# Keys are numbers: only their type has a name.
-_keys = cast(Callable[[Iterable[int]], tuple[BlockKey, ...]], tuple)
+def _keys(numbers: Sequence[int]) -> tuple[BlockKey, ...]:
+    # A slice of a repeated field is made in C, at half the cost of going through it.
+    return cast("tuple[BlockKey, ...]", tuple(numbers[:]))
 
 
 def _admitted(e: RequestAdmitted) -> pb.RequestAdmitted:

@@ -49,7 +49,7 @@ def given_blocks(request: pb.RouteRequest) -> tuple[list[int], int, int]:
             "it is the block size that block_hashes were made with",
             "block_size_tokens",
         )
-    keys = list(request.block_hashes)
+    keys = request.block_hashes[:]
     if len(keys) > tokens // size:
         raise invalid(
             f"block_hashes: {len(keys)} hashes, but {tokens} prompt_tokens have only "
