@@ -32,6 +32,9 @@ __all__ = ["Apply", "FollowStats", "Heard", "Reset", "StreamItem", "follow"]
 RECEIVE_LIMIT = 10_000
 """Messages that ZMQ keeps for us before it stops reading."""
 
+# As plain numbers: enumerations cost as much as what they name.
+_EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+_NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 _BATCHES_AT_ONCE = 64
 """Batches after which others get their turn of the loop."""
 _FIRST_PAUSE_S = 0.1
@@ -180,19 +183,32 @@ class _Inbox:
         self._socket.setsockopt(zmq.SUBSCRIBE, self._topic)
         self._socket.connect(address)
         self._fd: int = self._socket.getsockopt(zmq.FD)
+        self._waiter: asyncio.Future[None] | None = None
+        self._watched = False
+
+    def _readable(self) -> bool:
+        """Whether a message is there. Asking is what arms ZMQ's descriptor for the next one."""
+        return bool(self._socket.get(_EVENTS) & _POLLIN)  # type: ignore[operator]
+
+    def _wake(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            # Nobody asks now, and the descriptor would call again and again.
+            self._loop.remove_reader(self._fd)
+            self._watched = False
+        elif self._readable():  # it tells of a message more than once
+            self._waiter.set_result(None)
 
     def get(self) -> Batch | None:
         """The next readable batch of our publisher; None when there is none now."""
-        while True:
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
+        while self._readable():
+            topic = part = self._socket.recv(_NOBLOCK)
+            while self._socket.get(_RCVMORE):
+                part = self._socket.recv(_NOBLOCK)
             # Topics are matched by prefix: "w1" brings those of "w10" as well.
-            if parts[0] != self._topic:
+            if topic != self._topic:
                 continue
             try:
-                batch = decode(parts[-1])
+                batch = decode(part)
             except ValueError as exc:
                 self._stats.unreadable += 1
                 log.warning("event message skipped", publisher=self._publisher, why=str(exc))
@@ -200,27 +216,27 @@ class _Inbox:
             if batch.publisher == self._publisher:
                 return batch
             self._stats.unreadable += 1
+        return None
 
     async def wait(self, other: asyncio.Future[Snapshot | None] | None) -> None:
         """Returns when there may be more to get, or `other` is done.
 
         Call only when `get` gave None: ZMQ's descriptor tells changes, not states.
         """
-        readable = self._loop.create_future()
-        self._loop.add_reader(self._fd, _wake, readable)
+        self._waiter = waiter = self._loop.create_future()
+        if not self._watched:
+            # Kept from message to message: a thousand streams bring thousands of them a second.
+            self._loop.add_reader(self._fd, self._wake)
+            self._watched = True
         try:
-            await asyncio.wait(
-                {readable} if other is None else {readable, other},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            if other is None:
+                await waiter
+            else:
+                await asyncio.wait({waiter, other}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._loop.remove_reader(self._fd)
-            readable.cancel()
+            self._waiter = None
+            waiter.cancel()
 
     def close(self) -> None:
+        self._loop.remove_reader(self._fd)
         self._socket.close()
-
-
-def _wake(readable: asyncio.Future[None]) -> None:
-    if not readable.done():
-        readable.set_result(None)
