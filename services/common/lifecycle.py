@@ -6,6 +6,7 @@ The first SIGTERM or SIGINT asks for a drain, the second ends the process at onc
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +20,9 @@ from services.common.errors import ForebayError
 from services.common.telemetry.logging import get_logger
 
 log = get_logger(__name__)
+
+FILES = 65_536
+"""Open files that a service may have, as far as the system lets it."""
 
 
 class Phase(StrEnum):
@@ -93,6 +97,8 @@ def run(main: Callable[[Lifecycle], Awaitable[None]]) -> int:
     `main` serves until `lifecycle.wait_stop()` returns, drains, closes what it opened, and returns.
     """
 
+    _allow_files()
+
     async def body() -> None:
         lifecycle = Lifecycle()
         loop = asyncio.get_running_loop()
@@ -118,6 +124,14 @@ def run(main: Callable[[Lifecycle], Awaitable[None]]) -> int:
         log.error("stopped by an error", error=exc.message, reason=exc.reason)
         print(f"forebay: {exc.message}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _allow_files() -> None:
+    """Raises the soft limit of open files, often 1,024, towards the hard one: peers are files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _leaves(group: BaseExceptionGroup[ForebayError]) -> list[ForebayError]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import resource
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -38,8 +37,6 @@ from services.worker.errors import EngineStopped
 from services.worker.ports import Registrar
 
 STARTS_AT_ONCE = 16
-FILES_EACH = 24
-"""Open files that a worker may need: its listeners, and connections of gateways and routers."""
 RESTART_PAUSE_S = 0.5
 log = get_logger(__name__)
 
@@ -59,7 +56,8 @@ async def main(
         source=model.config.profile.source,
         speedup=settings.sim_speedup,
     )
-    _make_room(settings.sim_workers)
+    # Each has one; beside them, those of its context.
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, max(1023, 2 * settings.sim_workers))
     async with AsyncExitStack() as stack:
         registry, figures = new_registry(), WorkerFigures()
         registry.register(figures)
@@ -192,14 +190,3 @@ class _Group:
                 faults.close()
             engine.close()
             self.figures.remove(id)
-
-
-def _make_room(workers: int) -> None:
-    """Raises this process's limits to what so many workers need, as far as it may."""
-    zmq.Context.instance().set(zmq.MAX_SOCKETS, max(1023, 4 * workers))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 256 + FILES_EACH * workers
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -27,7 +27,7 @@ from services.common.events.join import (
 from services.common.events.model import Batch, Snapshot
 from services.common.telemetry.logging import get_logger
 
-__all__ = ["Apply", "FollowStats", "Heard", "Reset", "StreamItem", "follow"]
+__all__ = ["Apply", "FollowStats", "Heard", "Reset", "StreamItem", "allow_streams", "follow"]
 
 RECEIVE_LIMIT = 10_000
 """Messages that ZMQ keeps for us before it stops reading."""
@@ -43,6 +43,11 @@ _CALM_S = 5.0
 """A stream that was whole for so long has forgotten its troubles."""
 
 log = get_logger(__name__)
+
+
+def allow_streams(count: int) -> None:
+    """Lets this process follow so many; by itself ZMQ allows 1,023 sockets. Before the first."""
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, count)
 
 
 async def follow(

@@ -16,7 +16,14 @@ from services.common.cards import InstanceKind
 from services.common.errors import Unavailable
 from services.common.events.codec import snapshot_from_proto, tier_snapshot_from_proto
 from services.common.events.model import Batch, Snapshot
-from services.common.events.subscriber import Apply, FollowStats, Heard, Reset, follow
+from services.common.events.subscriber import (
+    Apply,
+    FollowStats,
+    Heard,
+    Reset,
+    allow_streams,
+    follow,
+)
 from services.common.rpc.channel import open_channel
 from services.common.rpc.errors import translate
 from services.common.telemetry.logging import get_logger
@@ -25,6 +32,8 @@ from services.router.ports import Clock
 
 log = get_logger(__name__)
 
+MOST_STREAMS = 16_384
+"""Workers and daemons that a router can follow."""
 _RESTART_PAUSE_S = 1.0
 _BLOCKS_AT_ONCE = 2_000
 """Blocks of a snapshot that are taken over in one go: one or two milliseconds."""
@@ -101,6 +110,7 @@ class Followers:
         """Over all streams, ended ones included."""
 
     async def __aenter__(self) -> Followers:
+        allow_streams(MOST_STREAMS)
         return self
 
     async def __aexit__(self, *_: object) -> None:
