@@ -96,7 +96,7 @@ def _model(wanted: str, output: Path | None = None) -> Model:
 def up(
     workers: Annotated[int, _option("Workers, each with one engine.", min=1)] = 2,
     routers: Annotated[int, _option("Routers; the gateway uses any.", min=1)] = 1,
-    policy: Annotated[str, _option("Placement: kv, round-robin, random or least-loaded.")] = "kv",
+    policy: Annotated[str, _option("Placement: kv, round-robin, random, least-loaded, ...")] = "kv",
     etcd: Annotated[str, _option("'own', or the host:port,... of an etcd that runs.")] = "own",
     state_dir: StateDir = config.DEFAULT_STATE_DIR,
     detach: Annotated[

@@ -62,7 +62,9 @@ def _times(axis: Any, rows: Sequence[Row]) -> None:
     axis.barh(places, [row.ttft_s.mean for row in rows], color=_TAIL, height=0.3, label="mean")
     axis.set_yticks([])
     axis.set_title("time to first token (s)", loc="left", fontsize=10.5)
-    axis.legend(frameon=False, loc="lower right", fontsize=9)
+    axis.legend(
+        frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=9, borderpad=0
+    )
     _plain(axis)
 
 

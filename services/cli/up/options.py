@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from services.cli.errors import UsageError
+from services.router.core.policies import PolicyName
 
-POLICIES = ("kv", "round-robin", "random", "least-loaded")
+POLICIES = tuple(PolicyName)
 """Placement policies that a router knows."""
 ENGINES = ("vllm", "sim")
 """Engines that a worker knows."""

@@ -148,6 +148,15 @@ class CorePlacer:
             else:
                 self._deliver(links[worker], which, worker, batch, now, lost)
 
+    def settle(self, now: float) -> None:
+        """Lets heartbeats come and what they call for, until nothing is under way."""
+        for which, links in enumerate(self._links):
+            for i, link in enumerate(links):
+                link.catch_up(now)
+                self._fetch(which, i, now)
+        while (when := self.next_time()) < float("inf"):
+            self.advance(when)
+
     def next_time(self) -> float:
         """When the next envelope or snapshot arrives."""
         return self._due[0][0] if self._due else float("inf")

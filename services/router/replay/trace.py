@@ -10,7 +10,7 @@ prefixes: no two requests share one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -88,27 +88,37 @@ def with_think_time(
     seen: set[int] = set()
     followed: list[TraceRequest] = []
     for request in requests:
-        parent = None
-        for block in reversed(request.blocks):
-            if (number := owner.get(block)) is not None:
-                before = requests[number]
-                if request.input_tokens >= before.input_tokens + before.output_tokens:
-                    parent = before
-                break
+        full = request.blocks[: request.input_tokens // BLOCK_TOKENS]
+        parent = _parent(request, full, owner, requests)
         think = 0.0
         if parent is not None:
             alone = parent.input_tokens / prefill_tps + parent.output_tokens * tpot_s
             think = max(0.0, request.arrival_s - parent.arrival_s - alone)
+            # It has been answered; who comes next follows the new turn.
+            del owner[parent.blocks[parent.input_tokens // BLOCK_TOKENS - 1]]
         followed.append(
             replace(request, parent=None if parent is None else parent.number, think_s=think)
         )
-        full = request.input_tokens // BLOCK_TOKENS
-        if 0 < full <= len(request.blocks):
-            last = request.blocks[full - 1]
-            if parent is not None or last not in seen:
-                owner[last] = request.number
-        seen.update(request.blocks)
+        if full and full[-1] not in seen:
+            owner[full[-1]] = request.number
+        seen.update(full)
     return followed
+
+
+def _parent(
+    request: TraceRequest,
+    full: Sequence[int],
+    owner: Mapping[int, int],
+    requests: Sequence[TraceRequest],
+) -> TraceRequest | None:
+    """The latest turn whose chain the prompt goes on from, if it has room for that answer."""
+    for block in reversed(full):
+        number = owner.get(block)
+        if number is not None:
+            before = requests[number]
+            room = before.input_tokens + before.output_tokens
+            return before if request.input_tokens >= room else None
+    return None
 
 
 def _read_mooncake(path: Path, lines: Sequence[str]) -> list[TraceRequest]:
