@@ -36,7 +36,9 @@ class RouterSettings(ServiceSettings):
     space_weight: float = Field(default=_COST.space_weight, ge=0)
     """Price of a prompt token in use at a worker, as a share of computing it."""
     crowd_weight: float = Field(default=_COST.crowd_weight, ge=0)
-    """Price of each request in flight that shares the prompt, as a share of computing it."""
+    """Price of each request in flight that shares the prompt, as a share of computing it, ..."""
+    free_mates: float = Field(default=_COST.free_mates, ge=0)
+    """... beyond so many."""
     dynamo_weight: float = Field(default=1.0, ge=0)
     """Weight of prefill blocks beside active ones in the policy `dynamo`."""
     context_tokens: float = Field(default=65536.0, gt=0)
@@ -79,6 +81,7 @@ class RouterSettings(ServiceSettings):
                 churn_weight=self.churn_weight,
                 space_weight=self.space_weight,
                 crowd_weight=self.crowd_weight,
+                free_mates=self.free_mates,
                 decode_tokens=self.decode_tokens,
             ),
             dynamo_weight=self.dynamo_weight,

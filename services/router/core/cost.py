@@ -5,7 +5,7 @@
           + churn_weight x churn x prefill               the worth of what must be evicted
           + decode_tokens x decodes x imposed            the running decodes that it slows down
           + space_weight x active tokens                 the room that requests there need
-          + crowd_weight x mates x prompt                the crowd on one copy of a prefix
+          + crowd_weight x mates beyond some x prompt    the crowd on one copy of a prefix
 
 queue    what waits ahead, in the worker's own time (rates.py), less what must be done of it by now
 prefill  a + b x uncached + c x uncached x context
@@ -16,7 +16,8 @@ Recomputing what another worker holds costs the cluster, not only this request, 
 than once: a request stays with its blocks as long as waiting costs less than that. Blocks evict
 others: where caches turn over faster, what leaves would have been of more use. With that price all
 caches together forget nearly as one would, and the work spreads evenly by itself. A prefix that
-many requests in flight share is worth a further copy: `mates` counts them.
+many requests in flight share is worth a further copy: `mates` counts them, each by how much of the
+prompt it shares. A few cost nothing: nearly all prompts share a little with somebody.
 """
 
 from __future__ import annotations
@@ -184,16 +185,18 @@ class Score:
 class CostModel:
     """The weights; pure numbers unless said otherwise, so that they fit any hardware."""
 
-    own_weight: float = 2.0
+    own_weight: float = 1.75
     """How much more than once a request's own recompute counts."""
     churn_weight: float = 3.0
     """Price of computing where the cache is refilled twice as fast as others, as a share of it."""
-    most_churn: float = 0.2
+    most_churn: float = 0.3
     """Churn counts up to this much more or less than others'."""
-    space_weight: float = 0.03
+    space_weight: float = 0.006
     """Price of a token of space in use, as a share of computing it."""
-    crowd_weight: float = 0.3
-    """Price of each mate, as a share of computing the prompt."""
+    crowd_weight: float = 1.0
+    """Price of each mate beyond `free_mates`, as a share of computing the prompt."""
+    free_mates: float = 6.0
+    """So many requests in flight may share a copy of the prompt for nothing."""
     decode_tokens: float = 16.0
     """Tokens for which the decodes count that a request slows down."""
 
@@ -233,7 +236,8 @@ class CostModel:
         total = c.base_s + prompt * (c.line_s + prompt * c.square_s)
         # Its tokens attend to the prompt's first half of themselves, on average.
         total -= weight * cached * (c.token_s + c.pair_s * cached / 2)
-        total += c.token_s * self.crowd_weight * c.mates * prompt
+        if c.mates > self.free_mates:
+            total += c.token_s * self.crowd_weight * (c.mates - self.free_mates) * prompt
         if lower:
             total += min(c.onboard_s, lower * c.token_s)
         return total
@@ -247,6 +251,6 @@ class CostModel:
             prefill * (self.own_weight + self.churn_weight * c.churn)
             + self.decode_tokens * c.decoding * (c.sequence_s + c.kv_s * c.prompt_tokens)
             + self.space_weight * c.active_tokens * token_s
-            + self.crowd_weight * c.mates * c.prompt_tokens * token_s
+            + self.crowd_weight * max(0.0, c.mates - self.free_mates) * c.prompt_tokens * token_s
         )
         return Score(queue, prefill, onboard, imposed, queue + prefill + onboard + imposed)

@@ -237,14 +237,19 @@ class TestCost:
             kv_s=1e-6,
         )
         model = CostModel(
-            own_weight=1, churn_weight=2, space_weight=0.03, crowd_weight=0.25, decode_tokens=10
+            own_weight=1,
+            churn_weight=2,
+            space_weight=0.03,
+            crowd_weight=0.25,
+            free_mates=0.5,
+            decode_tokens=10,
         )
         s = model.score(c, 0)
         assert s.queue_s == 0.5
         assert s.prefill_s == pytest.approx(0.4)
         assert s.onboard_s == 0
         assert s.imposed_s == pytest.approx(
-            0.4 * (1 + 2 * 0.1) + 10 * 2 * (0.01 + 0.001) + 0.03 * 0.3 + 0.25 * 1.5
+            0.4 * (1 + 2 * 0.1) + 10 * 2 * (0.01 + 0.001) + 0.03 * 0.3 + 0.25 * (1.5 - 0.5)
         )
         assert s.total_s == pytest.approx(0.5 + 0.4 + s.imposed_s)
         assert s.ttft_s == pytest.approx(0.9)
@@ -367,7 +372,7 @@ class TestPolicies:
 
     def test_kv_costs_are_the_totals_of_its_scores(self) -> None:
         policy = make_policy(PolicyName.KV, CostModel())
-        busy = {"queued_tokens": 700, "decoding": 3, "active_tokens": 5000, "mates": 1.5}
+        busy = {"queued_tokens": 700, "decoding": 3, "active_tokens": 5000, "mates": 7.5}
         tiered = {"g1_tokens": 96, "g2_tokens": 64, "g4_tokens": 32, "onboard_s": 0.02}
         some = [candidate(0), candidate(1, **busy), candidate(2, **busy, **tiered)]
         assert policy.costs(ASK, some) == pytest.approx(
