@@ -2,7 +2,8 @@
 
 Where caches of equal size are refilled equally fast, what leaves has been unused for equally long
 everywhere, as in one cache of all their capacity. A worker that is refilled faster throws out what
-another would still keep: a block costs more there.
+another would still keep: a block costs more there. Counted is what requests have to compute, when
+they are admitted: that shows sooner than blocks stored.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class ChurnBook:
             if not page.group.slots:
                 del self._groups[page.name]
 
-    def stored(self, slot: int, blocks: int) -> None:
-        """So many blocks came to a worker's cache."""
+    def stored(self, slot: int, blocks: float) -> None:
+        """So many blocks come to a worker's cache (parts of blocks count as such)."""
         page = self._pages[slot]
         if not page.capacity:
             return

@@ -231,8 +231,11 @@ class LoadBook:
 
     # What workers tell.
 
-    def admitted(self, slot: int, event: RequestAdmitted, estimate: Estimate, now: float) -> None:
-        """An engine took a request; the estimate is for one that is booked nowhere here."""
+    def admitted(self, slot: int, event: RequestAdmitted, estimate: Estimate, now: float) -> int:
+        """An engine took a request; the estimate is for one that is booked nowhere here.
+
+        Returns the prompt tokens that it is thought to compute.
+        """
         booked = self._requests.get(event.attempt_id)
         predicted = None
         uncached = max(1, event.prompt_tokens - estimate.cached_tokens)
@@ -257,6 +260,7 @@ class LoadBook:
             clock.head_since = now
         self._add(event.attempt_id, request)
         clock.queue[event.attempt_id] = None
+        return uncached
 
     def first_token(
         self, slot: int, attempt_id: AttemptId, cached_tokens: int, now: float

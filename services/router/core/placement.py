@@ -624,8 +624,6 @@ class RouterCore:
         match event:
             case BlocksStored(tier=Tier.G1, keys=keys):
                 self._index.store(slot, keys)
-                self._churn.stored(slot, len(keys))
-                self._weigh(self._pages[slot].candidate)
             case BlocksRemoved(tier=Tier.G1, keys=keys):
                 self._index.remove(slot, keys)
             case BlocksCleared(tier=Tier.G1):
@@ -637,7 +635,9 @@ class RouterCore:
             case RequestAdmitted():
                 known = self._load.is_booked(slot, event.attempt_id)
                 estimate = Estimate() if known else self._estimate(info, slot, event, now)
-                self._load.admitted(slot, event, estimate, now)
+                uncached = self._load.admitted(slot, event, estimate, now)
+                self._churn.stored(slot, uncached / info.block_size)
+                self._weigh(self._pages[slot].candidate)
             case RequestFirstToken():
                 done = self._load.first_token(slot, event.attempt_id, event.cached_tokens, now)
                 if done is not None:
