@@ -84,11 +84,16 @@ class RouterMetrics:
             self._workers.labels(status.value).set(0)
             self._nodes.labels(status.value).set(0)
         self._last: dict[str, float] = {}
+        self._results: dict[tuple[str, str], Counter] = {}
         self._window: deque[tuple[int, int]] = deque(maxlen=_ALARM_WINDOW)
 
     def decided(self, policy: str, result: str, seconds: float) -> None:
         """A placement was asked for; `result` is "placed" or the reason why not."""
-        self._decisions.labels(policy, result).inc()
+        counter = self._results.get((policy, result))
+        if counter is None:
+            # Looking up a child by its labels costs more than counting.
+            counter = self._results[policy, result] = self._decisions.labels(policy, result)
+        counter.inc()
         self._decision_s.observe(seconds)
 
     def stream(self, change: int) -> None:
