@@ -41,10 +41,12 @@ class Digest:
 class _Held:
     """What one holder has: single blocks, and runs of which it has all or some."""
 
-    __slots__ = ("capacity", "count", "segments", "single", "widest", "xor")
+    __slots__ = ("alone", "capacity", "count", "segments", "single", "widest", "xor")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = self.widest = capacity
+        self.alone = NOBODY
+        """The set of this holder and no other."""
         self.single: set[int] = set()
         self.segments: set[Segment] = set()
         self.count = 0
@@ -116,10 +118,10 @@ class PrefixIndex:
         """
         slot = self._inner[slot]
         held = self._held[slot]
-        keys = keys if isinstance(keys, list) else list(keys)
+        keys = list(keys)  # A run keeps it.
         cells = self._cells
         count = len(keys)
-        if count >= SHORTEST and cells.keys().isdisjoint(keys) and self._lay(slot, held, keys):
+        if count >= SHORTEST and cells.keys().isdisjoint(keys) and self._lay(held, keys):
             return
         moves = self._moves_of(slot, True)
         at = looked = 0
@@ -135,7 +137,7 @@ class PrefixIndex:
                     while looked < count and keys[looked] not in cells:
                         looked += 1
                     size = min(looked - at, held.capacity - held.count)
-                    if size >= SHORTEST and self._lay(slot, held, keys[at : at + size]):
+                    if size >= SHORTEST and self._lay(held, keys[at : at + size]):
                         at += size
                         continue
                 cell = NOBODY
@@ -157,7 +159,7 @@ class PrefixIndex:
         held = self._held[slot]
         cells = self._cells
         moves = self._moves_of(slot, False)
-        alone = self._with(slot, NOBODY)
+        alone = held.alone
         for key in keys:
             cell = cells.get(key)
             if cell is None:
@@ -375,6 +377,7 @@ class PrefixIndex:
         inner = self._inner[slot] = self._numbers
         self._outer[inner] = slot
         self._held[inner] = held
+        held.alone = self._intern(frozenset((inner,)))
         self._numbers += 1
 
     def _keys_of(self, slot: int, held: _Held) -> Iterator[int]:
@@ -382,16 +385,17 @@ class PrefixIndex:
         for segment in held.segments:
             yield from segment.held_by(slot)
 
-    def _lay(self, slot: int, held: _Held, keys: list[int]) -> bool:
+    def _lay(self, held: _Held, keys: list[int]) -> bool:
         """Blocks that nobody has come as runs. False, and nothing done, if that can't be."""
         count, cells = len(keys), self._cells
         if count > held.capacity - held.count:
             return False
-        before, alone = len(cells), self._with(slot, NOBODY)
+        before, alone = len(cells), held.alone
         laid = []
         for start in range(0, count, LONGEST):
-            segment = Segment(keys[start : start + LONGEST], alone)
-            cells.update(dict.fromkeys(segment.keys, segment))
+            part = keys if count <= LONGEST else keys[start : start + LONGEST]
+            segment = Segment(part, alone)
+            cells.update(dict.fromkeys(part, segment))
             laid.append(segment)
         if len(cells) - before != count:
             # Some key is there twice.
