@@ -180,6 +180,7 @@ class _Group:
                     engine,
                     streams[0],
                     elapsed_s=loop.time() - self._serving_s,
+                    again=number in self._instances,
                 )
                 servicer.inject = faults.inject
                 self._instances[number] = running.instance

@@ -204,7 +204,7 @@ async def test_its_events_are_those_of_a_worker(tmp_path: Path) -> None:
 
 
 async def test_one_that_dies_comes_back_under_another_incarnation(tmp_path: Path) -> None:
-    faults = [{"kind": "die", "at_s": 0.2, "workers": [1]}]
+    faults = [{"kind": "die", "workers": [1]}]
     async with group(tmp_path, workers=2, sim_faults=faults) as g:
 
         async def again() -> bool:

@@ -56,8 +56,12 @@ class FaultRunner:
         publisher: FaultyPublisher,
         *,
         elapsed_s: float = 0.0,
+        again: bool = False,
     ) -> None:
-        """`elapsed_s`: since the faults' times are counted; earlier ones are over, or still on."""
+        """`elapsed_s`: since the faults' times are counted; earlier ones are over, or still on.
+
+        `again`: this is not its first life, so a death that is due has been.
+        """
         self._worker = worker
         self._engine = engine
         self._publisher = publisher
@@ -67,8 +71,8 @@ class FaultRunner:
         loop = asyncio.get_running_loop()
         for fault in faults:
             left_s = fault.at_s + fault.for_s - elapsed_s
-            once_over = fault.kind is FaultKind.DIE and fault.at_s < elapsed_s
-            if left_s <= 0 or once_over:
+            has_been = again and fault.kind is FaultKind.DIE and fault.at_s < elapsed_s
+            if left_s <= 0 or has_been:
                 continue
             wait_s = max(0.0, fault.at_s - elapsed_s)
             self._timers.append(loop.call_later(wait_s, self._begin, fault, left_s - wait_s))
