@@ -6,26 +6,32 @@ too small) must not call for one each time, so calls get rarer by halves.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from services.router.core.index import Digest
 
 
 class Doubts:
-    """Publishers whose last digest differed."""
+    """Publishers whose last digest differed, by the part of their blocks that it was of."""
 
     def __init__(self) -> None:
-        self._differed: dict[str, int] = {}
+        self._differed: dict[str, dict[Hashable, int]] = {}
         """How often in a row."""
         self._called: set[str] = set()
         self.drifts = 0
         """Digests so far that differed."""
 
-    def compare(self, publisher: str, known: Digest, blocks: int, xor: int) -> None:
-        """A publisher says that it has `blocks` with that xor of keys."""
+    def compare(self, publisher: str, part: Hashable, known: Digest, blocks: int, xor: int) -> None:
+        """A publisher says that it has `blocks` with that xor of keys in a part (rank, tier)."""
+        parts = self._differed.get(publisher, {})
         if known == Digest(blocks, xor):
-            self._differed.pop(publisher, None)
+            parts.pop(part, None)
+            if not parts:
+                self._differed.pop(publisher, None)
             return
         self.drifts += 1
-        times = self._differed[publisher] = self._differed.get(publisher, 0) + 1
+        times = parts[part] = parts.get(part, 0) + 1
+        self._differed[publisher] = parts
         if times & (times - 1) == 0:
             self._called.add(publisher)
 

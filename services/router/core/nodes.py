@@ -286,7 +286,8 @@ class NodeTable:
             case BlocksCleared(tier=tier):
                 holding.clear(tier)
             case BlocksDigest(tier=tier, blocks=blocks, xor=xor):
-                self._doubts.compare(node.info.id, holding.digest(tier), blocks, xor)
+                part = event.namespace, tier
+                self._doubts.compare(node.info.id, part, holding.digest(tier), blocks, xor)
             case TierRate(tier=tier):
                 holding.rates[tier] = event
 
