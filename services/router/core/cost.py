@@ -234,7 +234,7 @@ class CostModel:
         cached = c.g1_tokens + lower
         weight = 1 + self.own_weight + self.churn_weight * c.churn
         total = c.base_s + prompt * (c.line_s + prompt * c.square_s)
-        # Its tokens attend to the prompt's first half of themselves, on average.
+        # Each token attends to those before it: among the cached ones, to half of them on average.
         total -= weight * cached * (c.token_s + c.pair_s * cached / 2)
         if c.mates > self.free_mates:
             total += c.token_s * self.crowd_weight * (c.mates - self.free_mates) * prompt

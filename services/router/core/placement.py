@@ -629,8 +629,8 @@ class RouterCore:
             case BlocksCleared(tier=Tier.G1):
                 self._index.clear(slot)
             case BlocksDigest(tier=Tier.G1, blocks=blocks, xor=xor):
-                known = self._index.digest(slot)
-                self._doubts.compare(rank.holder.id, rank.holder.dp_rank, known, blocks, xor)
+                mine = self._index.digest(slot)
+                self._doubts.compare(rank.holder.id, rank.holder.dp_rank, mine, blocks, xor)
             case LoadReport():
                 self._load.report(slot, event, now)
             case RequestAdmitted():
