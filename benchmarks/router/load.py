@@ -71,8 +71,10 @@ class Timing:
     p99_us: float
 
 
-def timed(call: Callable[[int], object], repeats: int) -> Timing:
-    """Times `call(number)`; collections of garbage are left out."""
+def timed(
+    call: Callable[[int], object], repeats: int, after: Callable[[], object] = bool
+) -> Timing:
+    """Times `call(number)`; `after` each, and collections of garbage, are left out."""
     gc.collect()
     gc.disable()
     times = []
@@ -80,6 +82,7 @@ def timed(call: Callable[[int], object], repeats: int) -> Timing:
         started = time.perf_counter()
         call(number)
         times.append((time.perf_counter() - started) * 1e6)
+        after()
     gc.enable()
     times.sort()
     return Timing(times[0], times[len(times) // 2], times[len(times) * 99 // 100])

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 _DENSE = 16
 """So many first blocks are all counted at; then four for each doubling."""
+_SPARSE = 128
+"""From here on two for each doubling."""
 _LONGEST = 1 << 24
 _ALL = -1
 """Stands among slots for the sum over them."""
@@ -26,7 +28,8 @@ def _anchors() -> list[int]:
     positions = list(range(_DENSE))
     octave = _DENSE
     while octave < _LONGEST:
-        positions += [octave + i * octave // 4 for i in range(4)]
+        parts = 4 if octave < _SPARSE else 2
+        positions += [octave + i * octave // parts for i in range(parts)]
         octave *= 2
     return positions
 
