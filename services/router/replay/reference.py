@@ -51,6 +51,10 @@ def _dynamo(weight: float) -> Cost:
     return cost
 
 
+def _least_loaded(now: float, request: TraceRequest, w: SimpleWorker) -> float:
+    return w.wait_s(now) * ASSUMED_TPS / BLOCK_TOKENS + w.active_blocks
+
+
 def _lmetric(now: float, request: TraceRequest, w: SimpleWorker) -> float:
     prefill = uncached_tokens(w.cache, request) + w.wait_s(now) * ASSUMED_TPS
     return prefill * (w.running + 1)
@@ -66,8 +70,8 @@ def _seconds(own: float, active: float) -> Cost:
 
 def reference_grid() -> dict[str, Cost]:
     """All of them, by name."""
-    grid: dict[str, Cost] = {f"ref dynamo w={w}": _dynamo(w) for w in (1, 2, 4, 8, 16, 32)}
-    grid["ref lmetric"] = _lmetric
+    grid: dict[str, Cost] = {"ref least-loaded": _least_loaded, "ref lmetric": _lmetric}
+    grid |= {f"ref dynamo w={w}": _dynamo(w) for w in (1, 2, 4, 8, 16, 32)}
     for own in (0, 0.5, 1, 2):
         for active in (0.0, 0.0005, 0.001, 0.002, 0.004):
             grid[f"ref seconds own={own} active={active}"] = _seconds(own, active)
