@@ -142,7 +142,16 @@ class Caretaker:
                     "tier works" if health.ok else "tier degraded", place=tier.place, why=health.why
                 )
                 known = health
+                if health.ok and tier is self._node.disk:
+                    self._forgive()
             await asyncio.sleep(PROBE_S)
+
+    def _forgive(self) -> None:
+        """A disk that works again has no bad places: reads failed as all of it did."""
+        for space in self._node.spaces.values():
+            if space.disk is not None and (count := space.catalog.forgive(Tier.G3)):
+                space.apply()
+                log.info("slots of the disk are used again", slots=count)
 
     async def _look_at_disk(self) -> None:
         """Opens the disk for who found no room on it before; forgets what was deleted there."""

@@ -272,7 +272,8 @@ class Catalog:
     def forget(self, tier: Tier, key: bytes, now_ms: int, *, quarantine: bool = False) -> bool:
         """A tier's copy is bad: nobody finds it again. False: it isn't there.
 
-        Its slot is used again when nobody reads it, or never, as told. Of G4: as `set_remote`.
+        Its slot is used again when nobody reads it, or not before `forgive`, as told. Of G4: as
+        `set_remote`.
         """
         self._stock.now_ms = now_ms
         block = self._stock.blocks.get(key)
@@ -283,6 +284,10 @@ class Catalog:
         else:
             self._stock.withdraw(block, tier, bad=quarantine)
         return True
+
+    def forgive(self, tier: Tier) -> int:
+        """Slots in which bytes went bad are used again; how many."""
+        return len(self._stock.slots[tier].forgive())
 
     def lost(self, tier: Tier, slot: SlotRef) -> None:
         """What lay in a slot, in that generation, is lost; a slot that was reused since passes."""

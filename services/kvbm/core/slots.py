@@ -179,6 +179,17 @@ class Slots:
         """Whether a LEAVING slot is to be kept out of use in the end."""
         return index in self._bad
 
+    def forgive(self) -> list[int]:
+        """Frees the slots that are out of use for their bytes and not for an operation on them."""
+        found = []
+        index = self.uses.find(Use.QUARANTINED)
+        while index >= 0:
+            if index not in self._owner:
+                self.free(index)
+                found.append(index)
+            index = self.uses.find(Use.QUARANTINED, index + 1)
+        return found
+
     def restore(
         self,
         index: int,

@@ -224,8 +224,6 @@ async def test_reads_and_writes_of_the_disk_fail(
             await fs.tell("go")
             await healthy(kv, G3, True)
         await loads_from(kv, G3, known, 30)
-        # What could not be read stays out of use until the daemon's next life.
-        kv.restart("kvbm-0")
         await nothing_is_left(kv)
         kv.cluster["kvbm-0"].terminate()
         kv.cluster["kvbm-0"].wait_ended(20)

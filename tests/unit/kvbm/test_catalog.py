@@ -185,6 +185,25 @@ def test_a_quarantined_slot_is_never_granted() -> None:
     cat.check_invariants()
 
 
+def test_bad_slots_are_forgiven_and_slots_with_an_operation_on_them_are_not() -> None:
+    """A disk that was away as a whole gets back what reads had failed on."""
+    cat, metas = catalog(4, 3), chain("a", 3)
+    save(cat, metas)
+    for meta in metas:
+        copy = cat.begin_copy(meta.key, G2, G3, 11)
+        assert copy is not None
+        cat.end_copy(copy, meta is not metas[2], 12, terminal=meta is not metas[2])
+    assert cat.forget(G3, metas[0].key, 13, quarantine=True)
+    assert cat.counts().tiers[G3].quarantined == 2
+    assert cat.forgive(G3) == 1 and cat.forgive(G3) == 0 and cat.forgive(G2) == 0
+    assert cat.counts().tiers[G3].quarantined == 1, "a write may still be going on there"
+    again = cat.begin_copy(metas[0].key, G2, G3, 14)
+    assert again is not None
+    assert cat.end_copy(again, True, 15)
+    assert cat.tiers_of(metas[0].key) == (G2, G3)
+    cat.check_invariants()
+
+
 # Events.
 
 

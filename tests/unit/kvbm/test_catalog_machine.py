@@ -479,12 +479,19 @@ class CatalogMachine(RuleBasedStateMachine):
             there and block in self.shell.told[G2] | self.shell.told[G3]
         )
 
-    @rule(block=st.sampled_from(list(BLOCKS)), tier=st.sampled_from([G2, G3]))
-    def forget(self, block: bytes, tier: Tier) -> None:
+    @rule(block=st.sampled_from(list(BLOCKS)), tier=st.sampled_from([G2, G3]), bad=st.booleans())
+    def forget(self, block: bytes, tier: Tier, bad: bool) -> None:
         was = self.cat.slot(tier, block) is not None
         self.may_go = {block}
-        assert self.cat.forget(tier, block, self.tick()) is was
+        assert self.cat.forget(tier, block, self.tick(), quarantine=bad) is was
         assert tier not in self.cat.tiers_of(block)
+        self.apply()
+
+    @rule(tier=st.sampled_from([G2, G3]))
+    def forgive(self, tier: Tier) -> None:
+        free = self.cat.counts().tiers[tier].free
+        forgiven = self.cat.forgive(tier)
+        assert self.cat.counts().tiers[tier].free == free + forgiven
         self.apply()
 
     # People.
