@@ -133,17 +133,31 @@ class LoadPlan:
 
     def promoted(
         self, id: str, lease: int, ready: tuple[LeasedBlock, ...] | None, promoting: int
-    ) -> None:
-        """News of a lease's promotions; `ready` None: they are not to be heard of any more."""
+    ) -> int | None:
+        """News of a lease's promotions; `ready` None: they are not to be heard of any more.
+
+        Returns the number of the first block that was promised and won't come, if there is one.
+        """
         request = self._requests.get(id)
         if request is None or request.lease is None or request.lease.id != lease:
-            return
+            return None
         if request.state is not _State.OPEN:
-            return
+            return None
         old = request.lease
         if ready is None or len(ready) < len(old.ready):
             ready, promoting = old.ready, 0
         request.lease = replace(old, ready=ready, promoting=promoting)
+        came = max(old.first + len(ready) + promoting, request.local)
+        return came if came < old.first + len(old.ready) + old.promoting else None
+
+    def missing(self, id: str) -> int | None:
+        """Number of the first block that was promised, is needed and has not come, if any."""
+        request = self._requests.get(id)
+        if request is None or request.lease is None:
+            return None
+        ready = request.lease.first + len(request.lease.ready)
+        came = max(ready, request.local)
+        return came if came < ready + request.lease.promoting else None
 
     def allocated(
         self,

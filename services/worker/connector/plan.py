@@ -70,13 +70,19 @@ class Plan:
         self, id: str, lease: int, ready: tuple[LeasedBlock, ...] | None, promoting: int
     ) -> None:
         """As LoadPlan's."""
-        self._loads.promoted(id, lease, ready, promoting)
+        self._not_there(id, self._loads.promoted(id, lease, ready, promoting))
 
     def allocated(
         self, id: str, keys: Sequence[bytes], blocks: Sequence[int], count: int
     ) -> LoadOrder | None:
         """As LoadPlan's."""
+        self._not_there(id, self._loads.missing(id))
         return self._loads.allocated(id, keys, blocks, count, self._out)
+
+    def _not_there(self, id: str, position: int | None) -> None:
+        """What was promised and does not come is computed, and then wants to be stored again."""
+        if position is not None:
+            self._saves.lost(id, position)
 
     def loaded(self, order: LoadOrder, result: Loaded, now_s: float) -> None:
         """A load is over; exactly once for each order, also of a request that has left."""

@@ -114,6 +114,19 @@ def test_a_failed_wait_leaves_what_was_ready() -> None:
 def test_nothing_is_waited_for_that_the_engine_has() -> None:
     rig = Rig(Terms(lease=lease(blocks=2, promoting=3)))
     assert rig.match(local=5) == 0
+    assert rig.plan.missing("r") is None
+
+
+def test_what_was_promised_and_does_not_come_is_told() -> None:
+    rig = Rig(Terms(lease=lease(blocks=2, promoting=3, until_s=2.0)))
+    assert rig.match(now_s=2.0) == 2
+    assert rig.plan.missing("r") == 2
+    assert rig.match(local=4, now_s=2.0) == 0
+    assert rig.plan.missing("r") == 4, "the engine has the rest"
+    assert rig.plan.promoted("r", 9, ready(4), 0) == 4
+    assert rig.plan.missing("r") is None, "nothing more is promised"
+    assert Rig(Terms(lease=lease(blocks=2, promoting=3))).plan.promoted("r", 9, None, 0) == 2
+    assert Rig(Terms(lease=lease(blocks=2, promoting=3))).plan.promoted("r", 9, ready(5), 0) is None
 
 
 def test_after_a_failed_load_the_request_computes_all_the_rest() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.connector.instructions import Fill, Instructions
-from services.worker.connector.model import Loaded, LoadOrder, Saved, SaveOrder, Slot
+from services.worker.connector.model import LeasedBlock, Loaded, LoadOrder, Saved, SaveOrder, Slot
 from services.worker.connector.plan import Plan
 from services.worker.connector.saves import KnownKeys, Pick, SavePlan
 from services.worker.connector.slots import SlotPool
-from services.worker.connector.terms import Terms
+from services.worker.connector.terms import Lease, Terms
 
 
 def keys(count: int, seed: int = 0) -> list[bytes]:
@@ -79,6 +79,25 @@ def test_a_look_up_is_believed_more_than_what_was_known_before_it() -> None:
     plan.has(chain, 1.0)
     plan.arrive("r", Terms(stored=1, looked_s=2.0))
     assert [p.position for p in step(plan, "r", chain, 3)] == [1, 2]
+
+
+def test_what_does_not_come_up_from_a_lower_tier_is_saved_when_it_is_computed() -> None:
+    """It was stored when the look-up was made, and may be no longer: bytes on disk go bad."""
+    chain = keys(6)
+    slots = tuple(LeasedBlock(Slot(100 + i, 7), (i,)) for i in range(3))
+    lease = Lease(9, 0, slots[:1], 4, until_s=2.0, expires_s=60.0)
+    told = Plan(Grants(), pin_limit=64)
+    told.arrive("r", Terms(stored=5, lease=lease))
+    assert told.due("r", 5) is False
+    told.promoted("r", 9, slots, 0)
+    assert told.due("r", 5)
+    assert [p.position for p in told.pick("r", chain, lambda position: True)] == [3, 4]
+    silent = Plan(Grants(), pin_limit=64)
+    silent.arrive("r", Terms(stored=5, lease=lease))
+    assert silent.match("r", chain, 5, 0, 2.0) == 1
+    silent.allocated("r", chain, range(6), 1)
+    assert silent.due("r", 5)
+    assert [p.position for p in silent.pick("r", chain, lambda position: True)] == [1, 2, 3, 4]
 
 
 def test_two_requests_save_a_common_block_once() -> None:
