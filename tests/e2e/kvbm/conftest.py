@@ -11,13 +11,14 @@ from tests.support.etcd import Etcd
 from tests.support.kvcluster import KvCluster, open_kv_cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def engines(
     tmp_path_factory: pytest.TempPathFactory, etcd: Etcd, tiny_model_path: Path
 ) -> Iterator[KvCluster]:
-    """Two workers for all modules that bring a daemon of their own (`replace_daemon`).
+    """Two workers for all modules; each brings a daemon of its own (`replace_daemon`).
 
-    Both serve an adapter of the same name, with weights that differ.
+    One cluster at a time: another with the same etcd would take its processes' names. Both serve
+    an adapter of the same name, with weights that differ.
     """
     folder = tmp_path_factory.mktemp("engines")
     adapters = [tiny_adapter(folder / f"adapter-{seed}", seed) for seed in (5, 6)]
@@ -31,15 +32,11 @@ def engines(
 
 
 @pytest.fixture(scope="module")
-def module_kv(
-    tmp_path_factory: pytest.TempPathFactory, etcd: Etcd, tiny_model_path: Path
-) -> Iterator[KvCluster]:
+def module_kv(engines: KvCluster, tmp_path_factory: pytest.TempPathFactory) -> KvCluster:
     folder = tmp_path_factory.mktemp("kv")
     remote = f"file://{folder / 'remote'}"
-    with open_kv_cluster(
-        folder, etcd, tiny_model_path, remote_url=remote, remote_run_blocks=4
-    ) as kv:
-        yield kv
+    engines.replace_daemon(folder, remote_url=remote, remote_run_blocks=4)
+    return engines
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import pytest
 
 from services.common.arena import Arena
 from services.common.blocks import block_hashes
-from tests.support.etcd import Etcd
-from tests.support.kvcluster import BLOCK, G2, G3, G4, Answer, KvCluster, open_kv_cluster, prompt
+from tests.support.kvcluster import BLOCK, G2, G3, G4, Answer, KvCluster, prompt
 
 BLOCKS = 12
 BOTH = ("worker-0", "worker-1")
@@ -87,20 +86,20 @@ async def test_another_salt_is_no_hit(kv: KvCluster) -> None:
     assert (await kv.ask("worker-0", PROMPTS[0], cache_salt="a")).cached > 0
 
 
-async def test_without_checks_a_zeroed_block_shows(
-    tmp_path: Path, etcd: Etcd, tiny_model_path: Path
-) -> None:
+async def test_without_checks_a_zeroed_block_shows(kv: KvCluster, tmp_path: Path) -> None:
     """The negative control: these tests would see a wrong block, were one served."""
-    with open_kv_cluster(tmp_path, etcd, tiny_model_path, workers=1, no_verify=None) as kv:
-        await kv.attached()
-        good = await kv.ask("worker-0", PROMPTS[0])
-        await kv.until_in(G2, PROMPTS[:1], 20)
-        await kv.forget_g1("worker-0")
-        key = block_hashes(PROMPTS[0], BLOCK)[4]
-        arena = Arena.open(kv.arenas[0])
-        (slot,) = [n for n, h in enumerate(arena.headers()) if getattr(h, "key", None) == key]
-        arena.payload(slot)[:] = bytes(arena.geometry.payload_bytes)
-        arena.close()
-        bad = await kv.ask("worker-0", PROMPTS[0])
-        assert bad.cached == BLOCKS * BLOCK, "the block must have been served"
-        assert bad.tokens != good.tokens
+    kv.replace_daemon(tmp_path, no_verify=None)
+    await kv.attached()
+    good = await kv.ask("worker-0", PROMPTS[0])
+    await kv.until_in(G2, PROMPTS[:1], 20)
+    await kv.forget_g1("worker-0")
+    key = block_hashes(PROMPTS[0], BLOCK)[4]
+    arena = Arena.open(kv.arenas[0])
+    (slot,) = [n for n, h in enumerate(arena.headers()) if getattr(h, "key", None) == key]
+    arena.payload(slot)[:] = bytes(arena.geometry.payload_bytes)
+    arena.close()
+    bad = await kv.ask("worker-0", PROMPTS[0])
+    assert bad.cached == BLOCKS * BLOCK, "the block must have been served"
+    assert bad.tokens != good.tokens
+    # What engines loaded unchecked must not serve anybody else.
+    await kv.forget_g1(*BOTH)
