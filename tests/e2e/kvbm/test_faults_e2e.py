@@ -299,12 +299,16 @@ async def test_memory_is_too_small_at_the_start(
     with tmpfs(tmp_path / "tiny", "4m") as folder:
         kv = await start(attached=False, cpu_cache_dir=folder / "arenas")
         async with requests(kv, known):
-            pass
+            for worker in BOTH:
+
+                async def told(worker: str = worker) -> bool:
+                    lines = kv.cluster[worker].log_text().splitlines()
+                    return any("kvbm is away" in line and "MiB" in line for line in lines)
+
+                await until(told, within_s=20, what="a log that says what lacks", every_s=0.1)
         assert sum(len(n.workers) for n in (await kv.stats()).namespaces) == 0
         enlarge(folder, "128m")
         await kv.attached()
         await loads_from(kv, G2, known, 20)
-        said = "".join(kv.cluster[w].log_text() for w in BOTH)
-        assert "kvbm is away" in said and "MiB" in said
         kv.cluster["kvbm-0"].terminate()
         kv.cluster["kvbm-0"].wait_ended(20)
