@@ -29,6 +29,10 @@ class Ask:
     expected_output: int = 0
     tenant: str = ""
     priority: int = 0
+    deadline_ms: int = 0
+    """So long its client waits on; 0: not known."""
+    admitted: bool = False
+    """Whether it was placed before and failed there."""
     sequences: int = 1
     excluded: frozenset[str] = frozenset()
     trace: Mapping[str, str] = field(default_factory=dict)

@@ -66,7 +66,9 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                 new_attempt=lambda: AttemptId(new_id("att")),
                 streams=followers.stats,
                 hint=prefetcher.hint if settings.prefetch else None,
+                admission=settings.admission_config(),
             )
+            followers.on_news = servicer.news
             async with (
                 rpc_server(settings.host, settings.port, [servicer.service()]) as server,
                 asyncio.TaskGroup() as tasks,
@@ -80,7 +82,8 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                         watch_nodes(discovery, core.nodes, followers, clock), name="kvbm discovery"
                     ),
                     tasks.create_task(
-                        _tick(core, followers, metrics, discovery, collections), name="tick"
+                        _tick(core, servicer, followers, metrics, discovery, collections),
+                        name="tick",
                     ),
                 ]
                 await _first_list(life, synced, settings.discovery_grace_s)
@@ -119,6 +122,7 @@ async def _first_list(life: Lifecycle, synced: asyncio.Event, grace_s: float) ->
 
 async def _tick(
     core: RouterCore,
+    servicer: RouterServicer,
     followers: Followers,
     metrics: RouterMetrics,
     discovery: Discovery,
@@ -136,6 +140,7 @@ async def _tick(
         while core.sweep(_SWEEP_ENTRIES):  # noqa: ASYNC110 - gives way, waits for nothing
             await asyncio.sleep(0)
         collections.tend()
+        servicer.tick()
         metrics.observe(
             core.index_stats(digests=False),
             followers.stats,

@@ -5,6 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from services.common.settings import ServiceSettings, settings_config
+from services.router.core.admission import AdmissionConfig
 from services.router.core.cost import CostModel
 from services.router.core.lives import Liveness
 from services.router.core.onboard import OnboardDefaults
@@ -13,6 +14,7 @@ from services.router.core.policies import PolicyName
 from services.router.core.rates import RateDefaults
 
 _COST = CostModel()
+_ADMISSION = AdmissionConfig()
 
 
 class RouterSettings(ServiceSettings):
@@ -61,6 +63,13 @@ class RouterSettings(ServiceSettings):
     """Whether prefill rates are learned from events."""
     booking_ttl_s: float = Field(default=10.0, gt=0)
     """Seconds that a placement counts as load before its worker confirms it."""
+    max_wait_s: float = Field(default=_ADMISSION.max_wait_s, ge=0)
+    """Requests wait at the router while every worker has this many seconds of prefill ahead; 0:
+    they never do."""
+    queue_length: int = Field(default=_ADMISSION.queue_length, ge=0, le=16384)
+    """Most requests that wait at the router; more are refused, or displace some."""
+    queue_wait_s: float = Field(default=_ADMISSION.queue_wait_s, ge=0)
+    """Longest that one waits there, in seconds; who would wait longer is refused at once."""
     suspect_after_s: float = Field(default=1.0, gt=0)
     """Seconds of silence after which a worker is avoided; its heartbeat comes every 0.25 s."""
     gone_after_s: float = Field(default=30.0, gt=0)
@@ -71,6 +80,10 @@ class RouterSettings(ServiceSettings):
     """Deadline of one Snapshot call, in seconds."""
     discovery_grace_s: float = Field(default=5.0, ge=0)
     """Seconds to wait for etcd at start; after that the router serves what it knows."""
+
+    def admission_config(self) -> AdmissionConfig:
+        """The limits on waiting."""
+        return AdmissionConfig(self.max_wait_s, self.queue_length, self.queue_wait_s)
 
     def core_config(self) -> CoreConfig:
         """The part that the core needs."""

@@ -106,6 +106,8 @@ class Followers:
         self._on_outcome = on_outcome
         self._followers: dict[tuple[InstanceKind, str], _Follower] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self.on_news: Callable[[], None] = lambda: None
+        """Called after any news has been taken over: what waits for room may go on."""
         self.stats = FollowStats()
         """Over all streams, ended ones included."""
 
@@ -203,3 +205,4 @@ class Followers:
                             )
                         case Heard(incarnation=incarnation):
                             model.heard(publisher, incarnation, now)
+                    self.on_news()

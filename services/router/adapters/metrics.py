@@ -14,6 +14,7 @@ from services.router.core.answers import IndexStats, NodeSnapshot, Outcome
 from services.router.core.lives import Status
 
 _DECISION_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+_WAIT_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _DIFFERENCE_TOKENS = (0, 1, 16, 32, 64, 128, 256, 512, 1024, 4096)
 _ALARM_WINDOW = 200
 """Last outcomes that the alarm looks at."""
@@ -62,6 +63,22 @@ class RouterMetrics:
         self._tier_capacity = gauge("tier_capacity_entries", "Most entries daemons may have.")
         self._tier_refused = counter("tier_refused_entries", "Entries beyond that.")
         self._prefetches = counter("prefetch_hints", "Hints to kvbm daemons.", "result")
+        self._waiting = gauge("waiting_requests", "Requests that wait at the router for room.")
+        self._waiting_tokens = gauge("waiting_tokens", "Their prompt tokens.")
+        self._waits = Histogram(
+            "forebay_router_wait_seconds",
+            "Waits at the router that were answered: placed, refused, expired, displaced.",
+            ("result",),
+            buckets=_WAIT_S,
+            registry=registry,
+        )
+        self._cancelled = counter("cancelled_waits", "Waits that their client gave up.")
+        self._overloads = counter(
+            "overload_refusals",
+            "Refused because of the wait, by class of tenant: none, light, heavy (it has more than "
+            "its share of what waits).",
+            "tenant_class",
+        )
         self._streams = gauge("gateway_streams", "RouteStreams that are open.")
         self._bookings = gauge("bookings", "Placements that no event has confirmed; 0 at idle.")
         self._expired = counter("expired_bookings", "Placements that nothing confirmed in time.")
@@ -95,6 +112,23 @@ class RouterMetrics:
             counter = self._results[policy, result] = self._decisions.labels(policy, result)
         counter.inc()
         self._decision_s.observe(seconds)
+
+    def waited(self, result: str, seconds: float) -> None:
+        """A request's wait ended: placed, refused, expired, displaced."""
+        self._waits.labels(result).observe(seconds)
+
+    def cancelled(self) -> None:
+        """Nobody waits for a request any more."""
+        self._cancelled.inc()
+
+    def overloaded(self, tenant: str, heavy: bool) -> None:
+        """A request was refused because of the wait."""
+        self._overloads.labels(("heavy" if heavy else "light") if tenant else "none").inc()
+
+    def waiting(self, requests: int, tokens: int) -> None:
+        """So many wait now."""
+        self._waiting.set(requests)
+        self._waiting_tokens.set(tokens)
 
     def stream(self, change: int) -> None:
         """A gateway's stream opened (1) or ended (-1)."""

@@ -33,6 +33,14 @@ class Query:
     """Labels a worker must carry."""
     sequences: int = 1
     """Sequences that will run on the placement."""
+    tenant: str = ""
+    """On whose account it waits; nobody's if empty."""
+    priority: int = 0
+    """Higher goes first where requests wait."""
+    patience_s: float = float("inf")
+    """Seconds that its client waits on."""
+    admitted: bool = False
+    """Whether it has had its turn: it is placed at once, whatever the wait."""
 
 
 class Bar(StrEnum):
@@ -58,6 +66,7 @@ class RefusalKind(StrEnum):
     NO_WORKER = "NO_WORKER"
     WRONG_BLOCK_SIZE = "WRONG_BLOCK_SIZE"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
+    OVERLOADED = "OVERLOADED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,20 @@ class Refusal:
 
     kind: RefusalKind
     message: str
+    wait_s: float = 0.0
+    """OVERLOADED: predicted seconds until its prefill would begin."""
+    retry_s: float = 0.0
+    """OVERLOADED: predicted seconds until it would be placed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What keeps the workers busy that a request could run on."""
+
+    wait_s: float
+    """Predicted seconds until one of them begins something new."""
+    tokens_per_s: float
+    """How fast all of them together prefill."""
 
 
 @dataclass(frozen=True, slots=True)

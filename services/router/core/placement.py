@@ -8,7 +8,7 @@ It answers with values, never with exceptions, and holds nothing that its inputs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from services.common.events.model import (
 )
 from services.common.ids import AttemptId
 from services.router.core.answers import (
+    Backlog,
     Bar,
     IndexStats,
     Outcome,
@@ -59,6 +60,7 @@ from services.router.core.workers import (
     WorkerTable,
 )
 
+_NEVER = float("inf")
 _MOST_CHOICES = 256
 """Models and block sizes whose workers are remembered."""
 
@@ -253,8 +255,14 @@ class RouterCore:
 
     # Decisions.
 
-    def place(self, query: Query, attempt_id: AttemptId, now: float) -> Placement | Refusal:
-        """Chooses a worker and books the request there under `attempt_id`."""
+    def place(
+        self, query: Query, attempt_id: AttemptId, now: float, max_wait_s: float = _NEVER
+    ) -> Placement | Refusal:
+        """Chooses a worker and books the request there under `attempt_id`.
+
+        Workers where it would wait longer than `max_wait_s` are left out; refuses with OVERLOADED
+        if that leaves none.
+        """
         self._load.expire(now)
         choice = self._choose(query, now)
         if isinstance(choice, Refusal):
@@ -262,7 +270,20 @@ class RouterCore:
         prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
         touched = self._write(choice, query, prompt)
         ask = Ask(now, query.keys, query.block_size or 1, self._lot)
-        page = choice.pages[self._best(self._policy.costs(ask, choice.candidates))]
+        best = self._best(self._policy.costs(ask, choice.candidates))
+        if choice.candidates[best].queue_s(now) > max_wait_s:
+            free = self._best_within(choice, ask, max_wait_s)
+            if free is None:
+                _wipe(touched)
+                wait_s = min(c.queue_s(now) for c in choice.candidates)
+                return Refusal(
+                    RefusalKind.OVERLOADED,
+                    f"every worker of {query.model!r} is busy for {wait_s:.1f} s",
+                    wait_s,
+                    wait_s - max_wait_s,
+                )
+            best = free
+        page = choice.pages[best]
         self._lot = self._dice.randrange(1 << 62)
         rank, candidate, worker = page.rank, page.candidate, page.worker
         cached = candidate.g1_tokens + candidate.lower_tokens
@@ -297,8 +318,28 @@ class RouterCore:
         """Takes back a placement that never reached its worker. False if it isn't booked now."""
         return self._load.release(attempt_id) is not None
 
-    def explain(self, query: Query, now: float) -> Scorecard | Refusal:
-        """How `place` would decide now; changes nothing."""
+    def backlog(self, query: Query, now: float) -> Backlog | Refusal:
+        """How busy those are that could take a request."""
+        choice = self._choose(query, now)
+        if isinstance(choice, Refusal):
+            return choice
+        self._refresh()
+        return Backlog(
+            min(c.queue_s(now) for c in choice.candidates),
+            sum(c.prefill_rate for c in choice.candidates),
+        )
+
+    def lane(self, query: Query) -> Hashable:
+        """Equal for requests that may run on the same workers."""
+        too_short = sum(0 < w.info.max_model_len < query.prompt_tokens for w in self._table)
+        labels = frozenset(query.labels.items())
+        return query.model, query.block_size, query.pinned, query.excluded, labels, too_short
+
+    def explain(self, query: Query, now: float, max_wait_s: float = _NEVER) -> Scorecard | Refusal:
+        """How `place` would decide now; changes nothing.
+
+        Where it would refuse since all are busy, the one is shown that it would choose otherwise.
+        """
         choice = self._choose(query, now)
         rows: list[Scored] = []
         if isinstance(choice, Refusal):
@@ -308,7 +349,7 @@ class RouterCore:
             prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
             touched = self._write(choice, query, prompt)
             ask = Ask(now, query.keys, query.block_size or 1, self._lot)
-            rows = self._rows(choice, ask)
+            rows = self._rows(choice, ask, max_wait_s)
             _wipe(touched)
         shown = {row.holder for row in rows}
         for worker in self._table:
@@ -427,11 +468,8 @@ class RouterCore:
 
     def _write(self, choice: _Choice, query: Query, prompt: Prompt) -> list[_Page]:
         """Writes into the candidates what there is to know of them; returns those to be wiped."""
-        load, pages = self._load, self._pages
-        if load.changed:
-            for slot in load.changed:
-                load.fill(pages[slot].candidate)
-            load.changed.clear()
+        pages = self._pages
+        self._refresh()
         tokens, block_size = query.prompt_tokens, query.block_size or 1
         for candidate in choice.candidates:
             candidate.prompt_tokens = tokens
@@ -458,16 +496,33 @@ class RouterCore:
                 touched.append(page)
         return touched
 
+    def _refresh(self) -> None:
+        """Writes into the candidates what has changed of their load."""
+        load, pages = self._load, self._pages
+        if load.changed:
+            for slot in load.changed:
+                load.fill(pages[slot].candidate)
+            load.changed.clear()
+
+    def _best_within(self, choice: _Choice, ask: Ask, max_wait_s: float) -> int | None:
+        """Number of the cheapest of those that begin something new soon enough."""
+        costs = self._policy.costs(ask, choice.candidates)
+        free = [i for i, c in enumerate(choice.candidates) if c.queue_s(ask.now) <= max_wait_s]
+        return free[self._best([costs[i] for i in free])] if free else None
+
     def _best(self, costs: list[float]) -> int:
         """Number of the cheapest; the lot decides between equal ones."""
         most = min(costs) + self._policy.tolerance
         ties = [i for i, cost in enumerate(costs) if cost <= most]
         return ties[self._lot % len(ties)]
 
-    def _rows(self, choice: _Choice, ask: Ask) -> list[Scored]:
+    def _rows(self, choice: _Choice, ask: Ask, max_wait_s: float) -> list[Scored]:
         """How each candidate fared, the chosen one first."""
         costs = self._policy.costs(ask, choice.candidates)
         best = self._best(costs)
+        if choice.candidates[best].queue_s(ask.now) > max_wait_s:
+            free = self._best_within(choice, ask, max_wait_s)
+            best = best if free is None else free
         order = sorted(range(len(costs)), key=lambda i: (i != best, costs[i]))
         scores = [self._policy.score(ask, c) for c in choice.candidates]
         return [
@@ -486,6 +541,8 @@ class RouterCore:
         self, i: int, best: int, costs: list[float], scores: list[Score], choice: _Choice
     ) -> str:
         winner = choice.pages[best].rank.holder.id
+        if costs[i] < costs[best] - self._policy.tolerance:
+            return f"its queue is longer than the limit; {winner} is free sooner"
         if costs[i] <= costs[best] + self._policy.tolerance:
             return f"level with {winner}; the lot fell on that one"
         if scores[i].total_s:

@@ -214,3 +214,33 @@ async def test_adapter(rig: Any, tiny_model_path: Any) -> None:
         for path in ("/v1/models/org/lora", "/v1/models/org%2Flora"):
             model = await r.client.get(path)
             assert model.status_code == 200 and model.json()["parent"] == "tiny"
+
+
+async def test_a_request_that_waits_for_room_is_given_the_time_it_was_told(rig: Any) -> None:
+    """Not taken for a silent router, nor for one that keeps us waiting; a client's end is told."""
+    waits = router_pb2.RouteWaiting(predicted_wait_ms=100, at_most_ms=60_000)
+    async with rig(router_timeout_s=20) as r:
+        r.router.decide = lambda q: waits
+        asking = asyncio.create_task(ask(r))
+        await r.router.until(lambda: len(r.router.requests) == 1)
+        assert 0 < r.router.requests[0].deadline_ms <= 600_000
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await r.router.until(lambda: len(r.router.cancels) == 1)
+        assert r.router.streams == 1
+
+
+async def test_patience_grows_with_the_wait(rig: Any) -> None:
+    """Ten timeouts are a router's time for an answer; what it says to need comes on top."""
+    async with rig(router_timeout_s=0.1) as r:
+        instance = r.worker.instance
+        r.router.later = asyncio.Event()
+        r.router.decide = lambda q: router_pb2.RouteWaiting(at_most_ms=60_000)
+        asking = asyncio.create_task(ask(r))
+        await r.router.until(lambda: r.router.signs > 15)
+        r.router.decide = lambda q: choose(q, [instance])
+        r.router.later.set()
+        assert (await asking).status_code == 200
+        assert len(r.router.issued) == 1 and r.router.streams == 1
+        assert not r.router.cancels
