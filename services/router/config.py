@@ -41,6 +41,8 @@ class RouterSettings(ServiceSettings):
     """Price of each request in flight that shares the prompt, as a share of computing it, ..."""
     free_mates: float = Field(default=_COST.free_mates, ge=0)
     """... beyond so many."""
+    repeat_weight: float = Field(default=_COST.repeat_weight, ge=0)
+    """Price of what requests that share a prefix had computed at a worker beyond its share."""
     dynamo_weight: float = Field(default=1.0, ge=0)
     """Weight of prefill blocks beside active ones in the policy `dynamo`."""
     context_tokens: float = Field(default=65536.0, gt=0)
@@ -95,6 +97,7 @@ class RouterSettings(ServiceSettings):
                 space_weight=self.space_weight,
                 crowd_weight=self.crowd_weight,
                 free_mates=self.free_mates,
+                repeat_weight=self.repeat_weight,
                 decode_tokens=self.decode_tokens,
             ),
             dynamo_weight=self.dynamo_weight,

@@ -6,6 +6,7 @@
           + decode_tokens x decodes x imposed            the running decodes that it slows down
           + space_weight x active tokens                 the room that requests there need
           + crowd_weight x mates beyond some x prompt    the crowd on one copy of a prefix
+          + repeat_weight x repeats                      what that copy has drawn here lately
 
 queue    what waits ahead, in the worker's own time (rates.py), less what must be done of it by now
 prefill  a + b x uncached + c x uncached x context
@@ -17,7 +18,10 @@ than once: a request stays with its blocks as long as waiting costs less than th
 others: where caches turn over faster, what leaves would have been of more use. With that price all
 caches together forget nearly as one would, and the work spreads evenly by itself. A prefix that
 many requests in flight share is worth a further copy: `mates` counts them, each by how much of the
-prompt it shares. A few cost nothing: nearly all prompts share a little with somebody.
+prompt it shares. A few cost nothing: nearly all prompts share a little with somebody. One that
+requests share again and again, though never many at once, is worth one as well: `repeats` counts
+what they had computed here beyond the worker's share of all work (repeats.py). That never costs
+more than the blocks here are worth, so without them it is no reason to go elsewhere.
 """
 
 from __future__ import annotations
@@ -45,6 +49,8 @@ class Candidate:
     g4_tokens: int = 0
     mates: float = 0.0
     """Requests in flight there that share the prompt (half of it counts half)."""
+    repeats: float = 0.0
+    """Tokens computed here for prompts that share the same prefix, beyond its share of all."""
     onboard_s: float = 0.0
     """Seconds to bring up what is usable from lower tiers."""
 
@@ -197,6 +203,8 @@ class CostModel:
     """Price of each mate beyond `free_mates`, as a share of computing the prompt."""
     free_mates: float = 6.0
     """So many requests in flight may share a copy of the prompt for nothing."""
+    repeat_weight: float = 2.0
+    """Price of a token of `repeats`, as a share of computing it."""
     decode_tokens: float = 16.0
     """Tokens for which the decodes count that a request slows down."""
 
@@ -235,7 +243,10 @@ class CostModel:
         weight = 1 + self.own_weight + self.churn_weight * c.churn
         total = c.base_s + prompt * (c.line_s + prompt * c.square_s)
         # Each token attends to those before it: among the cached ones, to half of them on average.
-        total -= weight * cached * (c.token_s + c.pair_s * cached / 2)
+        worth = weight * cached * (c.token_s + c.pair_s * cached / 2)
+        total -= worth
+        if c.repeats:
+            total += min(self.repeat_weight * c.repeats * c.token_s, worth)
         if c.mates > self.free_mates:
             total += c.token_s * self.crowd_weight * (c.mates - self.free_mates) * prompt
         if lower:
@@ -247,10 +258,14 @@ class CostModel:
         prefill, token_s = c.prefill_s, c.token_s
         queue = c.queue_s(now)
         onboard = min(c.onboard_s, c.lower_tokens * token_s)
+        cached = c.g1_tokens + c.lower_tokens
+        weight = 1 + self.own_weight + self.churn_weight * c.churn
+        worth = weight * cached * (token_s + c.pair_s * cached / 2)
         imposed = (
             prefill * (self.own_weight + self.churn_weight * c.churn)
             + self.decode_tokens * c.decoding * (c.sequence_s + c.kv_s * c.prompt_tokens)
             + self.space_weight * c.active_tokens * token_s
             + self.crowd_weight * max(0.0, c.mates - self.free_mates) * c.prompt_tokens * token_s
+            + min(self.repeat_weight * c.repeats * token_s, worth)
         )
         return Score(queue, prefill, onboard, imposed, queue + prefill + onboard + imposed)

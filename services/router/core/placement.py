@@ -51,6 +51,7 @@ from services.router.core.nodes import NodeTable
 from services.router.core.onboard import OnboardDefaults, OnboardModel
 from services.router.core.policies import Ask, PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
+from services.router.core.repeats import RepeatBook
 from services.router.core.usable import Prompt, Usable
 from services.router.core.workers import (
     Change,
@@ -63,6 +64,8 @@ from services.router.core.workers import (
 _NEVER = float("inf")
 _MOST_CHOICES = 256
 """Models and block sizes whose workers are remembered."""
+_MOST_REPEATS = 64
+"""Models whose last placements are remembered."""
 
 
 class Dice(Protocol):
@@ -129,7 +132,9 @@ class RouterCore:
         self._load = LoadBook(config.booking_ttl_s)
         self._rates = RateBook(config.rates)
         self._churn = ChurnBook()
+        self._repeats: dict[str, RepeatBook] = {}
         self._policy = make_policy(config.policy, config.cost, config.dynamo_weight)
+        self._kv = config.policy is PolicyName.KV
         self._pages: dict[int, _Page] = {}
         self._choices: dict[tuple[str, int], _Choice] = {}
         self._doubts = Doubts()
@@ -308,6 +313,8 @@ class RouterCore:
             sequences=query.sequences,
             onboards=candidate.lower_tokens > 0,
         )
+        if self._kv:
+            self._repeated(query.model).placed(prompt.fork, rank.slot, candidate.uncached_tokens)
         _wipe(touched)
         self._policy.chosen(rank.slot)
         rank.placements += 1
@@ -437,12 +444,16 @@ class RouterCore:
         self._load.check_invariants()
         self._rates.check_invariants()
         self._churn.check_invariants()
+        for book in self._repeats.values():
+            book.check_invariants()
         self.nodes.check_invariants()
         slots = {rank.slot: rank for worker in self._table for rank in worker.ranks}
         assert slots == {slot: page.rank for slot, page in self._pages.items()}
         for slot, page in self._pages.items():
             c = page.candidate
-            assert not (c.g1_tokens or c.lower_tokens or c.mates or page.below), "left over"
+            assert not (c.g1_tokens or c.lower_tokens or c.mates or c.repeats or page.below), (
+                "left over"
+            )
             if slot not in self._load.changed:
                 fresh = replace(c)
                 self._load.fill(fresh)
@@ -474,14 +485,25 @@ class RouterCore:
         for candidate in choice.candidates:
             candidate.prompt_tokens = tokens
         touched = []
+        deepest = 0
         for slot in prompt.slots():
             page = pages[slot]
             candidate = page.candidate
+            own = prompt.own(slot)
+            if own > deepest:
+                deepest = own
             # A last block may be partly filled, and one token is always computed.
-            candidate.g1_tokens = min(prompt.own(slot) * block_size, max(0, tokens - 1))
+            candidate.g1_tokens = min(own * block_size, max(0, tokens - 1))
             candidate.mates = prompt.crowd(slot)
             candidate.warm = True
             touched.append(page)
+        if deepest and self._kv:
+            prompt.fork = query.keys[deepest - 1]
+            book = self._repeated(query.model)
+            share = book.tokens / len(choice.candidates)
+            for slot, computed in book.at(prompt.fork).items():
+                if computed > share and slot in pages and pages[slot].candidate.warm:
+                    pages[slot].candidate.repeats = computed - share
         for page in choice.tiered:
             candidate = page.candidate
             usable = prompt.at(page.worker.info, page.rank.slot, candidate.prefill_rate)
@@ -509,6 +531,14 @@ class RouterCore:
         costs = self._policy.costs(ask, choice.candidates)
         free = [i for i, c in enumerate(choice.candidates) if c.queue_s(ask.now) <= max_wait_s]
         return free[self._best([costs[i] for i in free])] if free else None
+
+    def _repeated(self, model: str) -> RepeatBook:
+        book = self._repeats.get(model)
+        if book is None:
+            if len(self._repeats) >= _MOST_REPEATS:
+                del self._repeats[next(iter(self._repeats))]
+            book = self._repeats[model] = RepeatBook()
+        return book
 
     def _best(self, costs: list[float]) -> int:
         """Number of the cheapest; the lot decides between equal ones."""
@@ -736,6 +766,6 @@ def _wipe(pages: list[_Page]) -> None:
     for page in pages:
         candidate = page.candidate
         candidate.g1_tokens = candidate.g2_tokens = candidate.g3_tokens = candidate.g4_tokens = 0
-        candidate.mates = candidate.onboard_s = 0.0
+        candidate.mates = candidate.repeats = candidate.onboard_s = 0.0
         candidate.warm = False
         page.below = None

@@ -58,6 +58,8 @@ class Prompt:
         self._reaches: dict[tuple[str, bytes], Reach | None] = {}
         self._onboard = onboard
         self._now = now
+        self.fork: int | None = None
+        """Key of the last block that any worker has, once somebody has looked."""
 
     def slots(self) -> set[int]:
         """Those that have blocks of the prompt in G1, or requests in flight that share it."""

@@ -110,6 +110,18 @@ class Rig:
         self.say(p.holder.id, BlocksStored(Tier.G1, new), RequestFirstToken(p.attempt_id, cached))
         return self.say(p.holder.id, RequestFinished(p.attempt_id, cached, 1))
 
+    def compute(self, p: Placement, keys: Sequence[int]) -> None:
+        """The same by an engine that has none of it but what the placement says."""
+        mine, tokens = tuple(map(BlockKey, keys)), len(keys) * SIZE + 1
+        cached = p.predicted_cached_tokens
+        self.say(
+            p.holder.id,
+            RequestAdmitted(p.attempt_id, tokens, 1, mine),
+            BlocksStored(Tier.G1, mine[cached // SIZE :]),
+            RequestFirstToken(p.attempt_id, cached),
+            RequestFinished(p.attempt_id, cached, 1),
+        )
+
     def status(self) -> dict[str, Status]:
         return {w.info.id: w.status for w in self.core.workers(self.now)}
 
@@ -238,6 +250,62 @@ class TestSpread:
                 end = running.pop(0)
                 rig.say(end.holder.id, RequestFinished(end.attempt_id, 256, 50))
         assert max(shares.values()) <= 1.5 * 400 / 4, shares
+
+    @pytest.mark.parametrize("workers", [8, 20])
+    @pytest.mark.parametrize(("shared", "tail", "most"), [(1, 3, 2), (2, 1, 2), (60, 8, 3)])
+    def test_nor_does_it_where_all_are_idle(
+        self, workers: int, shared: int, tail: int, most: float
+    ) -> None:
+        """One request after the other, each over before the next; caches fill evenly all the same.
+
+        A short prefix is copied at once. A long one when it has drawn enough work to pay for that.
+        """
+        rig = Rig(workers=workers, total_blocks=100_000)
+        head = [BlockKey(k) for k in range(500, 500 + shared)]
+        shares: Counter[str] = Counter()
+        for i in range(50 * workers):
+            rig.now += 0.5
+            rig.beat()
+            keys = [*head, *(100_000 + 10 * i + k for k in range(tail))]
+            p = rig.core.place(rig.query(keys), AttemptId(f"a{i}"), rig.now)
+            assert isinstance(p, Placement)
+            shares[p.holder.id] += 1
+            rig.compute(p, keys)
+        rig.core.check_invariants()
+        assert max(shares.values()) <= most * 50, shares
+
+    @pytest.mark.parametrize("busy", [False, True])
+    def test_a_conversation_stays(self, busy: bool) -> None:
+        """Turn by turn, alone in an idle cluster or beside others with the same system prompt."""
+        rig = Rig(workers=8, max_model_len=0)
+        keys: list[int] = list(KEYS)
+        homes = set()
+        for turn in range(60):
+            rig.now += 1
+            rig.beat()
+            p = rig.place(keys)
+            homes.add(p.holder.id)
+            rig.compute(p, keys)
+            keys += [10_000 + 10 * turn + k for k in range(5)]
+            for k in range(6 * busy):
+                other = [*KEYS, *(50_000 + 100 * turn + 10 * k + j for j in range(5))]
+                p = rig.place(other)
+                rig.compute(p, other)
+        assert len(homes) == 1
+
+    def test_so_does_a_long_document(self) -> None:
+        """Short questions about it, one by one: computing it anew would cost far more."""
+        rig = Rig(workers=8, max_model_len=0)
+        document = range(1000, 2000)
+        homes = set()
+        for i in range(100):
+            rig.now += 1
+            rig.beat()
+            keys = [*document, 10_000 + i]
+            p = rig.place(keys)
+            homes.add(p.holder.id)
+            rig.compute(p, keys)
+        assert len(homes) == 1
 
 
 class TestLiveness:

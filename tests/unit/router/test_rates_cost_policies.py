@@ -232,6 +232,7 @@ class TestCost:
             decoding=2,
             active_tokens=300,
             mates=1.5,
+            repeats=40,
             churn=0.1,
             sequence_s=0.01,
             kv_s=1e-6,
@@ -242,6 +243,7 @@ class TestCost:
             space_weight=0.03,
             crowd_weight=0.25,
             free_mates=0.5,
+            repeat_weight=3,
             decode_tokens=10,
         )
         s = model.score(c, 0)
@@ -249,10 +251,28 @@ class TestCost:
         assert s.prefill_s == pytest.approx(0.4)
         assert s.onboard_s == 0
         assert s.imposed_s == pytest.approx(
-            0.4 * (1 + 2 * 0.1) + 10 * 2 * (0.01 + 0.001) + 0.03 * 0.3 + 0.25 * (1.5 - 0.5)
+            0.4 * (1 + 2 * 0.1)
+            + 10 * 2 * (0.01 + 0.001)
+            + 0.03 * 0.3
+            + 0.25 * (1.5 - 0.5)
+            + 3 * 0.04
         )
         assert s.total_s == pytest.approx(0.5 + 0.4 + s.imposed_s)
         assert s.ttft_s == pytest.approx(0.9)
+
+    def test_repeats_cost_no_more_than_the_blocks_are_worth(self) -> None:
+        model = CostModel()
+        none, some, many, cold = (
+            model.score(candidate(**c), 0).total_s
+            for c in (
+                {"g1_tokens": 600},
+                {"g1_tokens": 600, "repeats": 100},
+                {"g1_tokens": 600, "repeats": 1e9},
+                {},
+            )
+        )
+        assert none < some < many
+        assert many == pytest.approx(cold)
 
     def test_long_contexts_cost_more_than_their_length(self) -> None:
         assert candidate(pair_s=1e-6, request_s=0.1).prefill_s == pytest.approx(1.6)
@@ -374,7 +394,14 @@ class TestPolicies:
         policy = make_policy(PolicyName.KV, CostModel())
         busy = {"queued_tokens": 700, "decoding": 3, "active_tokens": 5000, "mates": 7.5}
         tiered = {"g1_tokens": 96, "g2_tokens": 64, "g4_tokens": 32, "onboard_s": 0.02}
-        some = [candidate(0), candidate(1, **busy), candidate(2, **busy, **tiered)]
+        drawn = {"g1_tokens": 96, "repeats": 20}
+        some = [
+            candidate(0),
+            candidate(1, **busy),
+            candidate(2, **busy, **tiered),
+            candidate(3, **drawn),
+            candidate(4, **drawn | {"repeats": 5000, "pair_s": 1e-6}),
+        ]
         assert policy.costs(ASK, some) == pytest.approx(
             [policy.score(ASK, c).total_s for c in some]
         )
