@@ -229,6 +229,7 @@ class Generation:
                 admitted=bool(prior or first.excluded),
                 sequences=len(group),
                 excluded=frozenset(first.excluded) | job.served.refused,
+                wishes=job.caller.wishes,
                 trace=job.caller.trace,
             )
             try:

@@ -63,6 +63,10 @@ class RouterSettings(ServiceSettings):
     """Whether kvbm daemons are told to bring up what a placed request will want."""
     learn_rates: bool = True
     """Whether prefill rates are learned from events."""
+    session_wait_s: float = Field(default=1.0, ge=0)
+    """A session stays with its worker unless another's first token comes sooner by more seconds."""
+    session_ttl_s: float = Field(default=3600.0, gt=0)
+    """Seconds for which a session is remembered after its last request."""
     booking_ttl_s: float = Field(default=10.0, gt=0)
     """Seconds that a placement counts as load before its worker confirms it."""
     max_wait_s: float = Field(default=_ADMISSION.max_wait_s, ge=0)
@@ -109,5 +113,7 @@ class RouterSettings(ServiceSettings):
             onboard=OnboardDefaults(self.g2_speedup, self.g3_speedup, self.g4_speedup),
             node_blocks=self.node_blocks,
             liveness=Liveness(self.suspect_after_s, self.gone_after_s),
+            session_wait_s=self.session_wait_s,
+            session_ttl_s=self.session_ttl_s,
             booking_ttl_s=self.booking_ttl_s,
         )

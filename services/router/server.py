@@ -46,6 +46,7 @@ _MOST_WAITING = 1024
 _TOKENS_IN_LOOP = 4096
 """Longer prompts are hashed in a thread."""
 _MOST_SEQUENCES = 1024
+_LONGEST_SESSION = 256
 _DECISIONS_AT_ONCE = 16
 """Decisions before others get their turn; one takes some milliseconds for many workers."""
 _ANSWER_S = 0.05
@@ -486,6 +487,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise invalid(
                 f"sequences: at most {_MOST_SEQUENCES}, not {request.sequences}", "sequences"
             )
+        if len(request.session_id) > _LONGEST_SESSION:
+            raise invalid(f"session_id: at most {_LONGEST_SESSION} characters", "session_id")
         if request.token_ids:
             keys, tokens, size = await self._hashed(request)
         else:
@@ -497,9 +500,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             block_size=size,
             excluded=frozenset(request.excluded_workers),
             pinned=request.pinned_worker,
+            rank=request.pinned_rank if request.HasField("pinned_rank") else None,
             labels=dict(request.required_labels),
-            sequences=request.sequences or 1,
             tenant=request.tenant,
+            session=request.session_id,
+            sequences=request.sequences or 1,
             priority=request.priority,
             admitted=request.admitted,
             patience_s=request.deadline_ms / 1000 if request.deadline_ms else float("inf"),

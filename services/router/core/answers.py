@@ -29,12 +29,16 @@ class Query:
     """Worker ids that will not do."""
     pinned: str = ""
     """If set, the only worker id that will do."""
+    rank: int | None = None
+    """If set, the only data-parallel rank that will do."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels a worker must carry."""
+    tenant: str = ""
+    """On whose account it waits; one with workers of its own is served by these alone."""
+    session: str = ""
+    """Requests of one session shall go to one worker; empty: of none."""
     sequences: int = 1
     """Sequences that will run on the placement."""
-    tenant: str = ""
-    """On whose account it waits; nobody's if empty."""
     priority: int = 0
     """Higher goes first where requests wait."""
     patience_s: float = float("inf")
@@ -54,6 +58,9 @@ class Bar(StrEnum):
     UNREACHABLE = "refused a connection"
     EXCLUDED = "excluded by the request"
     NOT_PINNED = "the request is pinned to another worker"
+    OTHER_RANK = "the request is pinned to another data-parallel rank"
+    OTHER_TENANTS = "is reserved for other tenants"
+    NOT_RESERVED = "the request's tenant has workers of its own"
     LABELS = "lacks a label that the request asks for"
     SUSPECT = "silent, and others are there"
     STARTING = "starts anew, and others are there"

@@ -43,7 +43,7 @@ from services.router.core.answers import (
 from services.router.core.churn import ChurnBook
 from services.router.core.cost import Candidate, CostModel, Score
 from services.router.core.doubts import Doubts
-from services.router.core.eligibility import bar_of, refusal
+from services.router.core.eligibility import bar_of, has_own_workers, refusal
 from services.router.core.index import PrefixIndex
 from services.router.core.lives import Liveness, Status
 from services.router.core.load import Estimate, LoadBook, PrefillDone
@@ -52,6 +52,7 @@ from services.router.core.onboard import OnboardDefaults, OnboardModel
 from services.router.core.policies import Ask, PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
 from services.router.core.repeats import RepeatBook
+from services.router.core.sessions import SessionBook, home_of, session_key
 from services.router.core.usable import Prompt, Usable
 from services.router.core.workers import (
     Change,
@@ -88,6 +89,12 @@ class CoreConfig:
     liveness: Liveness = field(default_factory=Liveness)
     node_blocks: int = 1 << 20
     """Most index entries of one kvbm daemon."""
+    session_wait_s: float = 1.0
+    """A session stays with its worker if its first token comes no later by more than this."""
+    session_ttl_s: float = 3600.0
+    """How long a session is remembered after its last request."""
+    sessions: int = 1 << 16
+    """Most sessions remembered."""
     booking_ttl_s: float = 10.0
     """How long a placement counts as load without the worker's word, in seconds."""
 
@@ -133,10 +140,12 @@ class RouterCore:
         self._rates = RateBook(config.rates)
         self._churn = ChurnBook()
         self._repeats: dict[str, RepeatBook] = {}
+        self._sessions = SessionBook(config.sessions, config.session_ttl_s)
         self._policy = make_policy(config.policy, config.cost, config.dynamo_weight)
         self._kv = config.policy is PolicyName.KV
         self._pages: dict[int, _Page] = {}
-        self._choices: dict[tuple[str, int], _Choice] = {}
+        self._choices: dict[tuple[str, int, str], _Choice] = {}
+        self._reserved: frozenset[str] = frozenset()
         self._doubts = Doubts()
         self._synced = False
         self._events = 0
@@ -149,6 +158,7 @@ class RouterCore:
         self._choices.clear()
         change = self._table.record(info, now)
         self._follow(change)
+        self._reserve()
         for rank in change.worker.ranks:
             self._index.set_capacity(rank.slot, change.worker.info.total_blocks)
             self._churn.set_capacity(rank.slot, change.worker.info.total_blocks)
@@ -242,6 +252,9 @@ class RouterCore:
             self._choices.clear()
             self._follow(change)
             self._doubts.forget(change.worker.info.id)
+        if changes:
+            self._reserve()
+        self._sessions.expire(now)
         # What one worker taught, its model's others learn now.
         for page in self._pages.values():
             self._learn(page.candidate)
@@ -276,6 +289,8 @@ class RouterCore:
         touched = self._write(choice, query, prompt)
         ask = Ask(now, query.keys, query.block_size or 1, self._lot)
         best = self._best(self._policy.costs(ask, choice.candidates))
+        if query.session:
+            best = self._home(choice, query, best, now)
         if choice.candidates[best].queue_s(now) > max_wait_s:
             free = self._best_within(choice, ask, max_wait_s)
             if free is None:
@@ -316,6 +331,9 @@ class RouterCore:
         if self._kv:
             self._repeated(query.model).placed(prompt.fork, rank.slot, candidate.uncached_tokens)
         _wipe(touched)
+        if query.session:
+            key = session_key(query.session, query.model, query.tenant)
+            self._sessions.went(key, (rank.holder.id, rank.holder.dp_rank), now)
         self._policy.chosen(rank.slot)
         rank.placements += 1
         candidate.placements = rank.placements
@@ -356,17 +374,19 @@ class RouterCore:
             prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
             touched = self._write(choice, query, prompt)
             ask = Ask(now, query.keys, query.block_size or 1, self._lot)
-            rows = self._rows(choice, ask, max_wait_s)
+            rows = self._rows(choice, ask, query, max_wait_s)
             _wipe(touched)
         shown = {row.holder for row in rows}
+        chosen = {holder.id for holder in shown}
+        own = self._own(query)
         for worker in self._table:
-            bar = bar_of(worker.info, self._table.status(worker, now), query)
+            bar = bar_of(worker.info, self._table.status(worker, now), query, own)
             bar = bar or (Bar.STARTING if worker.starting else Bar.SUSPECT)
-            rows.extend(
-                Scored(rank.holder, bar=bar, reason=bar.value)
-                for rank in worker.ranks
-                if rank.holder not in shown
-            )
+            for rank in worker.ranks:
+                if rank.holder not in shown:
+                    other = query.rank not in (None, rank.holder.dp_rank)
+                    why = Bar.OTHER_RANK if other and worker.info.id in chosen else bar
+                    rows.append(Scored(rank.holder, bar=why, reason=why.value))
         return Scorecard(self._policy.name, query.prompt_tokens, len(query.keys), tuple(rows))
 
     # Views.
@@ -444,6 +464,7 @@ class RouterCore:
         self._load.check_invariants()
         self._rates.check_invariants()
         self._churn.check_invariants()
+        self._sessions.check_invariants()
         for book in self._repeats.values():
             book.check_invariants()
         self.nodes.check_invariants()
@@ -546,12 +567,25 @@ class RouterCore:
         ties = [i for i, cost in enumerate(costs) if cost <= most]
         return ties[self._lot % len(ties)]
 
-    def _rows(self, choice: _Choice, ask: Ask, max_wait_s: float) -> list[Scored]:
+    def _home(self, choice: _Choice, query: Query, best: int, now: float) -> int:
+        """Number of the session's worker, if it is in choice and `best` is not far sooner."""
+        places = [(page.rank.holder.id, page.rank.holder.dp_rank) for page in choice.pages]
+        key = session_key(query.session, query.model, query.tenant)
+        last = self._sessions.place(key, now)
+        home = places.index(last) if last in places else home_of(key, places)
+        wait = _ttft_s(choice.candidates[home], now) - _ttft_s(choice.candidates[best], now)
+        return home if wait <= self._config.session_wait_s else best
+
+    def _rows(self, choice: _Choice, ask: Ask, query: Query, max_wait_s: float) -> list[Scored]:
         """How each candidate fared, the chosen one first."""
         costs = self._policy.costs(ask, choice.candidates)
-        best = self._best(costs)
+        best = cheapest = self._best(costs)
+        if query.session:
+            best = self._home(choice, query, best, ask.now)
+        stays = best != cheapest
         if choice.candidates[best].queue_s(ask.now) > max_wait_s:
             free = self._best_within(choice, ask, max_wait_s)
+            stays = stays and free is None
             best = best if free is None else free
         order = sorted(range(len(costs)), key=lambda i: (i != best, costs[i]))
         scores = [self._policy.score(ask, c) for c in choice.candidates]
@@ -562,7 +596,11 @@ class RouterCore:
                 scores[i],
                 i == best,
                 None,
-                "" if i == best else self._why_lost(i, best, costs, scores, choice),
+                ""
+                if i == best
+                else f"the session stays with {choice.pages[best].rank.holder.id}"
+                if stays
+                else self._why_lost(i, best, costs, scores, choice),
             )
             for i in order
         ]
@@ -582,24 +620,32 @@ class RouterCore:
 
     def _choose(self, query: Query, now: float) -> _Choice | Refusal:
         """Who may be chosen; remembered for requests that ask for nothing special."""
-        key = query.model, query.block_size
+        tenant = query.tenant if query.tenant in self._reserved else ""
+        key = query.model, query.block_size, tenant
         choice = self._choices.get(key)
         if choice is None or now > choice.until:
-            anyone = Query(query.model, 1, (), query.block_size)
+            anyone = Query(query.model, 1, (), query.block_size, tenant=tenant)
             present = self._classes(anyone, now)[0]
             choice = self._choice_of(present) if present else None
             if choice is not None:
                 if len(self._choices) >= _MOST_CHOICES:
                     self._choices.clear()
                 self._choices[key] = choice
-        special = query.excluded or query.pinned or query.labels
+        special = query.excluded or query.pinned or query.labels or query.rank is not None
         if choice is not None and not special and query.prompt_tokens <= choice.longest:
             return choice
         eligible = self._eligible(query, now)
-        return eligible if isinstance(eligible, Refusal) else self._choice_of(eligible)
+        if isinstance(eligible, Refusal):
+            return eligible
+        return self._choice_of(eligible, query.rank)
 
-    def _choice_of(self, workers: list[Worker]) -> _Choice:
-        pages = [self._pages[rank.slot] for worker in workers for rank in worker.ranks]
+    def _choice_of(self, workers: list[Worker], dp_rank: int | None = None) -> _Choice:
+        pages = [
+            self._pages[rank.slot]
+            for worker in workers
+            for rank in worker.ranks
+            if dp_rank is None or rank.holder.dp_rank == dp_rank
+        ]
         return _Choice(
             pages,
             [page.candidate for page in pages],
@@ -613,7 +659,8 @@ class RouterCore:
         for some in self._classes(query, now):
             if some:
                 return some
-        all_bars = {bar_of(w.info, self._table.status(w, now), query) for w in self._table}
+        own = self._own(query)
+        all_bars = {bar_of(w.info, self._table.status(w, now), query, own) for w in self._table}
         bars = {bar for bar in all_bars if bar is not None}
         known = self._table.remembers(query.model, now)
         return refusal(query, bars, [w.info for w in self._table], known, self._synced)
@@ -626,15 +673,25 @@ class RouterCore:
         first: list[Worker] = []
         second: list[Worker] = []
         last: list[Worker] = []
+        own = self._own(query)
         for worker in self._table:
             status = self._table.status(worker, now)
-            bar = bar_of(worker.info, status, query)
+            bar = bar_of(worker.info, status, query, own)
             if bar is None:
                 silent = status is Status.SUSPECT
                 (second if silent or worker.starting else first).append(worker)
             elif bar is Bar.UNREACHABLE and worker.heard_since_refusal:
                 last.append(worker)
         return first, second, last
+
+    def _own(self, query: Query) -> bool:
+        """Whether the request's tenant has workers of its own."""
+        return query.tenant in self._reserved and has_own_workers(
+            query, (w.info for w in self._table)
+        )
+
+    def _reserve(self) -> None:
+        self._reserved = frozenset[str]().union(*(w.info.tenants for w in self._table))
 
     def _hear(self, worker_id: str, incarnation: int, now: float) -> Worker | None:
         worker = self._table.get(worker_id)
@@ -759,6 +816,11 @@ class RouterCore:
                 # Tiers below G1 are a kvbm daemon's to tell of.
                 self._events -= 1
                 self._unknown_events += 1
+
+
+def _ttft_s(c: Candidate, now: float) -> float:
+    """Predicted seconds to the first token, whatever the policy."""
+    return c.queue_s(now) + c.prefill_s + min(c.onboard_s, c.lower_tokens * c.token_s)
 
 
 def _wipe(pages: list[_Page]) -> None:

@@ -36,6 +36,36 @@ async def test_what_the_router_is_asked(rig: Any) -> None:
         assert work.client_request_id == answer.headers["x-request-id"]
 
 
+async def test_what_headers_say_of_where_it_runs(rig: Any) -> None:
+    headers = {
+        "x-session-id": "s1",
+        "x-forebay-worker": "w0/2",
+        "x-forebay-exclude": "w7",
+        "x-forebay-labels": "zone=a",
+    }
+    body = completion_body("tiny", PROMPT, max_tokens=1)
+    async with rig() as r:
+        answer = await r.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        route = r.router.requests[0]
+        assert (route.session_id, route.pinned_worker, route.pinned_rank) == ("s1", "w0", 2)
+        assert list(route.excluded_workers) == ["w7"]
+        assert dict(route.required_labels) == {"zone": "a"}
+        await ask(r)
+        route = r.router.requests[1]
+        assert not (route.session_id or route.pinned_worker or route.HasField("pinned_rank"))
+        bad = await r.client.post(
+            "/v1/completions", json=body, headers={"x-forebay-labels": "zone"}
+        )
+        assert bad.status_code == 400
+        assert bad.json()["error"]["param"] == "x-forebay-labels"
+    async with rig(routing_headers=False) as r:
+        answer = await r.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        route = r.router.requests[0]
+        assert not (route.session_id or route.pinned_worker or route.required_labels)
+
+
 async def test_second_turn_hits(rig: Any) -> None:
     """A chat goes by the same tokens as everything else, and its usage tells the truth."""
     async with rig() as r:

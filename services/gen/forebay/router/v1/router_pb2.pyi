@@ -94,6 +94,8 @@ class RouteRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    PINNED_RANK_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     ADMITTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -109,7 +111,9 @@ class RouteRequest(_message.Message):
     expected_output_tokens: _builtins.int
     """Expected number of new tokens; 0 means unknown."""
     tenant: _builtins.str
-    """Tenant on whose account it runs; empty without tenants."""
+    """Tenant on whose account it runs; empty without tenants. One that workers are reserved for is
+    served by these alone.
+    """
     cache_salt: _builtins.str
     """Cache salt; used only with token_ids, since hashes carry it already."""
     pinned_worker: _builtins.str
@@ -122,6 +126,12 @@ class RouteRequest(_message.Message):
     """W3C trace context, since a stream carries many requests. Empty: the call's own, if any."""
     tracestate: _builtins.str
     """W3C trace state; may be empty."""
+    pinned_rank: _builtins.int
+    """If set, only this data-parallel rank will do, of the pinned worker or of any."""
+    session_id: _builtins.str
+    """Requests of one session stay with one worker as long as that costs little waiting; at most 256
+    characters, of its tenant and model alone. Empty: of no session.
+    """
     deadline_ms: _builtins.int
     """Milliseconds that its client waits on; of a tenant's requests the most urgent goes first, and none
     waits at the router for longer than this. 0: not known.
@@ -163,14 +173,18 @@ class RouteRequest(_message.Message):
         sequences: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        pinned_rank: _builtins.int | None = ...,
+        session_id: _builtins.str = ...,
         deadline_ms: _builtins.int = ...,
         admitted: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank", "pinned_rank", b"pinned_rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "block_hashes", b"block_hashes", "block_size_tokens", b"block_size_tokens", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "excluded_workers", b"excluded_workers", "expected_output_tokens", b"expected_output_tokens", "model", b"model", "pinned_worker", b"pinned_worker", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "required_labels", b"required_labels", "sequences", b"sequences", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank", "admitted", b"admitted", "block_hashes", b"block_hashes", "block_size_tokens", b"block_size_tokens", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "excluded_workers", b"excluded_workers", "expected_output_tokens", b"expected_output_tokens", "model", b"model", "pinned_rank", b"pinned_rank", "pinned_worker", b"pinned_worker", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "required_labels", b"required_labels", "sequences", b"sequences", "session_id", b"session_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__pinned_rank: _TypeAlias = _typing.Literal["pinned_rank"]  # noqa: Y015
+    _WhichOneofArgType__pinned_rank: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned_rank) -> _WhichOneofReturnType__pinned_rank | None: ...
 
 Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
 
