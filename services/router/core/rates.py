@@ -251,6 +251,13 @@ class RateBook:
 
 
 def _factor(one: _Ratio, everybody: _Ratio, prior_s: float) -> float:
-    """How much slower one worker is than its model's all together."""
-    factor = one.value(prior_s) / everybody.value(prior_s)
+    """How much slower one worker is than its model's all together; as they are, until it is known.
+
+    Both ratios are of what was expected when it was measured, which the shape has learned since. So
+    one is 1 only beside the other.
+    """
+    if not everybody.expected:
+        return 1.0
+    level = everybody.measured / everybody.expected
+    factor = (one.measured / level + prior_s) / (one.expected + prior_s)
     return min(max(factor, 1 / _WIDEST), _WIDEST)

@@ -64,6 +64,19 @@ class TestFit:
 
 
 class TestRates:
+    @pytest.mark.parametrize("true_s", [1 / 40_000, 1 / 400])
+    @pytest.mark.parametrize("samples", [1, 3, 40])
+    def test_unmeasured_workers_are_as_those_measured(self, true_s: float, samples: int) -> None:
+        """The first one that is measured must not look faster, or slower, than all others."""
+        rates = RateBook(RateDefaults(prefill_tokens_per_s=4000))
+        for slot in range(3):
+            rates.add_slot(slot, "m")
+        learned(rates, 0, lambda uncached, prompt: uncached * true_s, samples)
+        assert rates.prefill(1) == rates.prefill(2)
+        assert rates.prefill(0).seconds(1, 1000, 1e6) == pytest.approx(
+            rates.prefill(1).seconds(1, 1000, 1e6), rel=0.35
+        )
+
     def test_defaults_hold_before_anything_is_measured(self) -> None:
         rates = RateBook(RateDefaults(prefill_tokens_per_s=4000, context_tokens=1e12))
         rates.add_slot(0, "m")
