@@ -79,18 +79,24 @@ class DecodeTimes:
 
 @dataclass(slots=True)
 class _Ratio:
-    """Measured over expected seconds, forgetting, with a prior of 1."""
+    """Measured seconds, and what they were measured of, both forgetting.
+
+    A shape is linear, so what it expects of all samples follows from the sum of their features: by
+    what the shape is now, not by what it was when they came.
+    """
 
     decay: float = _DECAY
     measured: float = 0.0
-    expected: float = 0.0
+    features: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
-    def add(self, measured: float, expected: float) -> None:
-        self.measured = self.measured * self.decay + measured
-        self.expected = self.expected * self.decay + expected
+    def add(self, measured: float, features: tuple[float, float, float]) -> None:
+        d, (a, b, c), (x, y, z) = self.decay, self.features, features
+        self.measured = self.measured * d + measured
+        self.features = a * d + x, b * d + y, c * d + z
 
-    def value(self, prior_s: float) -> float:
-        return (self.measured + prior_s) / (self.expected + prior_s)
+    def value(self, shape: Fit, prior_s: float) -> float:
+        """Measured over expected, with a prior of 1."""
+        return (self.measured + prior_s) / (shape.value(self.features) + prior_s)
 
 
 @dataclass(slots=True)
@@ -179,12 +185,12 @@ class RateBook:
         shape = page.group.prefill
         expected = shape.value(features)
         prior_s = self._prior_s(shape)
-        factor = _factor(page.prefill, page.group.prefill_all, prior_s)
-        level = page.group.prefill_all.value(prior_s) * factor * expected
+        factor = _factor(page.prefill, page.group.prefill_all, shape, prior_s)
+        level = page.group.prefill_all.value(shape, prior_s) * factor * expected
         # One request that was held up by something else must not count for a hundred.
         seconds = min(max(seconds, level / _WIDEST), level * _WIDEST)
-        page.prefill.add(seconds, expected)
-        page.group.prefill_all.add(seconds, expected)
+        page.prefill.add(seconds, features)
+        page.group.prefill_all.add(seconds, features)
         shape.add(features, seconds / factor)
         self._stale(page.group)
 
@@ -198,11 +204,11 @@ class RateBook:
         features = 1.0, batch, kv_tokens
         shape = page.group.decode
         expected = shape.value(features)
-        factor = _factor(page.decode, page.group.decode_all, 16 * expected)
-        level = page.group.decode_all.value(16 * expected) * factor * expected
+        factor = _factor(page.decode, page.group.decode_all, shape, 16 * expected)
+        level = page.group.decode_all.value(shape, 16 * expected) * factor * expected
         pace = min(max(seconds / tokens, level / _WIDEST), level * _WIDEST)
-        page.decode.add(pace, expected)
-        page.group.decode_all.add(pace, expected)
+        page.decode.add(pace, features)
+        page.group.decode_all.add(pace, features)
         shape.add(features, pace / factor)
         self._stale(page.group)
 
@@ -211,7 +217,7 @@ class RateBook:
         page = self._pages[slot]
         if page.times is None:
             shape = page.group.prefill
-            factor = _factor(page.prefill, page.group.prefill_all, self._prior_s(shape))
+            factor = _factor(page.prefill, page.group.prefill_all, shape, self._prior_s(shape))
             a, b, c = shape.coefficients
             least = self._prior.token_s / 1e6
             page.times = PrefillTimes(a * factor, max(b * factor, least), c * factor)
@@ -223,7 +229,8 @@ class RateBook:
         if page.decode_times is None:
             shape = page.group.decode
             a, b, c = shape.coefficients
-            factor = _factor(page.decode, page.group.decode_all, 16 * shape.value(_A_BATCH))
+            prior_s = 16 * shape.value(_A_BATCH)
+            factor = _factor(page.decode, page.group.decode_all, shape, prior_s)
             page.decode_times = DecodeTimes(a * factor, b * factor, c * factor)
         return page.decode_times
 
@@ -250,14 +257,11 @@ class RateBook:
             page.times = page.decode_times = None
 
 
-def _factor(one: _Ratio, everybody: _Ratio, prior_s: float) -> float:
-    """How much slower one worker is than its model's all together; as they are, until it is known.
-
-    Both ratios are of what was expected when it was measured, which the shape has learned since. So
-    one is 1 only beside the other.
-    """
-    if not everybody.expected:
+def _factor(one: _Ratio, everybody: _Ratio, shape: Fit, prior_s: float) -> float:
+    """How much slower one worker is than its model's all together; as they are, until known."""
+    expected = shape.value(everybody.features)
+    if not everybody.measured or not expected:
         return 1.0
-    level = everybody.measured / everybody.expected
-    factor = (one.measured / level + prior_s) / (one.expected + prior_s)
+    level = everybody.measured / expected
+    factor = (one.measured / level + prior_s) / (shape.value(one.features) + prior_s)
     return min(max(factor, 1 / _WIDEST), _WIDEST)
