@@ -631,6 +631,17 @@ class TestSessions:
         rig.say(home, RequestAdmitted(AttemptId("y"), 40_000, 1, ()))
         assert rig.place([], 100, session="s").holder.id != home
 
+    def test_the_limit_of_queues_holds_for_sessions(self) -> None:
+        rig = Rig(workers=2)
+        home = self.one(rig)
+        rig.say(home, RequestAdmitted(AttemptId("x"), 2000, 1, ()))
+        query = rig.query([], 100, session="s")
+        card = rig.core.explain(query, rig.now, 0.1)
+        p = rig.core.place(query, AttemptId("a"), rig.now, 0.1)
+        assert isinstance(p, Placement) and p.holder.id != home
+        assert isinstance(card, Scorecard) and card.workers[0].holder == p.holder
+        assert "session" not in card.workers[1].reason
+
     def test_explained(self) -> None:
         rig = Rig(workers=2)
         home = self.one(rig)
