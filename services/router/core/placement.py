@@ -523,7 +523,8 @@ class RouterCore:
             book = self._repeated(query.model)
             share = book.tokens / len(choice.candidates)
             for slot, computed in book.at(prompt.fork).items():
-                if computed > share and slot in pages and pages[slot].candidate.warm:
+                # Less than a block more is nothing.
+                if computed - share >= block_size and slot in pages and pages[slot].candidate.warm:
                     pages[slot].candidate.repeats = computed - share
         for page in choice.tiered:
             candidate = page.candidate
