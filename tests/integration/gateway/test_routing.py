@@ -261,13 +261,15 @@ async def test_a_request_that_waits_for_room_is_given_the_time_it_was_told(rig: 
         assert r.router.streams == 1
 
 
-async def test_patience_grows_with_the_wait(rig: Any) -> None:
-    """Ten timeouts are a router's time for an answer; what it says to need comes on top."""
-    async with rig(router_timeout_s=0.1) as r:
+async def test_patience_grows_with_the_wait(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few timeouts are a router's time for an answer; what it says to need comes on top."""
+    monkeypatch.setattr("services.gateway.adapters.router._PATIENCE", 1)
+    async with rig(router_timeout_s=1.0) as r:
         instance = r.worker.instance
         r.router.later = asyncio.Event()
         r.router.decide = lambda q: router_pb2.RouteWaiting(at_most_ms=60_000)
         asking = asyncio.create_task(ask(r))
+        # More than a second of signs of life, each a tenth of a second after the one before.
         await r.router.until(lambda: r.router.signs > 15)
         r.router.decide = lambda q: choose(q, [instance])
         r.router.later.set()
