@@ -11,9 +11,6 @@ from tests.models import default_cache_dir, tiny_model
 # As the worker sets it for its own process, before any test imports torch: what vLLM compiles at
 # its first use wants a C++ compiler, which a plain Debian lacks.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-# Kernels that oneDNN keeps for up to 1,024 shapes of batches: an engine grows by some 200 MiB while
-# it meets them, with kvbm or without, and a leak of ours would hide behind that.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 
 LOGS = pytest.StashKey[Callable[[], list[tuple[str, str]]]]()
 """On an item: gives (title, text) sections for its report when it fails."""

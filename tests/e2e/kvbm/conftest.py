@@ -22,7 +22,13 @@ def engines(
     """
     folder = tmp_path_factory.mktemp("engines")
     adapters = [tiny_adapter(folder / f"adapter-{seed}", seed) for seed in (5, 6)]
-    with open_kv_cluster(folder, etcd, tiny_model_path, workers=0) as kv:
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        open_kv_cluster(folder, etcd, tiny_model_path, workers=0) as kv,
+    ):
+        # oneDNN keeps kernels for up to 1,024 shapes of batches: an engine grows by some 200 MiB
+        # while it meets them, with kvbm or without, and a leak of ours would hide behind that.
+        environment.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         for number, adapter in enumerate(adapters):
             # Answers of a machine under load may come late; here a look-up shall not fail for that.
             kv.start_worker(f"worker-{number}", adapters=f"ad={adapter}", kvbm_timeout_s=5)
