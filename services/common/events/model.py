@@ -110,18 +110,6 @@ class TierRate:
     """Always 0: daemons have no ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksDigest:
-    """What the publisher holds at this point of its stream: a count, and the xor of the keys."""
-
-    tier: Tier
-    blocks: int
-    xor: int
-    dp_rank: int = 0
-    namespace: bytes = b""
-    """As in BlocksStored."""
-
-
 Event = (
     BlocksStored
     | BlocksRemoved
@@ -131,7 +119,6 @@ Event = (
     | RequestFinished
     | LoadReport
     | TierRate
-    | BlocksDigest
 )
 
 

@@ -1,1 +1,0 @@
-"""What placing a request costs, beside NVIDIA Dynamo: `python -m benchmarks.router`."""

@@ -1,1 +1,0 @@
-"""Measures a real engine's steps, for the simulator: `python -m benchmarks.simulator --help`."""

@@ -1,1 +1,0 @@
-"""`forebay bench`: measurements that need no cluster and no GPU."""
