@@ -276,9 +276,10 @@ class Gate:
                 began_s = self._lower_s(parts, {}) + (0.0 if parts[tier] else estimate.latency_s)
                 for end_s in sorted((wait_s, limit_s)):
                     arrived = min((end_s - began_s) / estimate.block_s, length)
-                    if 1 <= arrived < length:
-                        part = int(arrived)
-                        yield count + part, {**parts, tier: parts[tier] + part}
+                    # Between two whole blocks: either may be the better.
+                    for part in (int(arrived), int(arrived) + 1):
+                        if 0 < part < length:
+                            yield count + part, {**parts, tier: parts[tier] + part}
             count += length
             parts[tier] += length
             yield count, parts

@@ -133,6 +133,11 @@ def test_a_slow_tier_is_cut_off_and_the_head_before_it_taken() -> None:
     assert verdict.tiers[G3].predicted_s == pytest.approx(2.5)
 
 
+def test_a_wait_that_ends_within_a_block_may_pay_for_it() -> None:
+    gate = Gate({G2: TierRate(0.0625, 0.03125), G3: TierRate(0.03125, 0.0625)})
+    assert gate.decide([G3] * 3, 0.078125, 0.140625, 0, dry_run=True).blocks == 2
+
+
 def test_what_would_not_be_up_in_time_is_not_waited_for() -> None:
     """Faster than computing and yet in vain: the wait for promotions has an end."""
     gate = Gate({G2: TierRate(0.001, 0.0001), G4: TierRate(0.1, 0.1)})
