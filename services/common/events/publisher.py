@@ -20,6 +20,9 @@ from services.common.net import advertised_host, host_port
 SEND_LIMIT = 10_000
 """Messages that ZMQ keeps for each subscriber before it drops."""
 
+_BIND_ATTEMPTS = 20
+_BIND_PAUSE_S = 0.05
+
 
 class EventPublisher:
     """A bound stream; use `open_publisher`. Loop's thread only."""
@@ -79,13 +82,7 @@ async def open_publisher(
         socket.setsockopt(zmq.IPV6, 1)
         # ZMQ binds to numbers only.
         found = await asyncio.get_running_loop().getaddrinfo(host or "0.0.0.0", port)
-        try:
-            socket.bind(f"tcp://{host_port(str(found[0][4][0]), port)}")
-        except zmq.ZMQError as exc:
-            raise Unavailable(
-                f"events port {host_port(host, port)} can't be opened: {exc.strerror}",
-                reason="PORT_TAKEN",
-            ) from exc
+        await _bind(socket, host, str(found[0][4][0]), port)
         bound = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         address = f"tcp://{host_port(advertised_host(host, advertise_host), bound)}"
         publisher = EventPublisher(socket, address, publisher_id, incarnation)
@@ -97,6 +94,21 @@ async def open_publisher(
             await asyncio.wait({beats})
     finally:
         socket.close()
+
+
+async def _bind(socket: "zmq.Socket[bytes]", host: str, address: str, port: int) -> None:
+    for attempt in range(_BIND_ATTEMPTS):
+        try:
+            socket.bind(f"tcp://{host_port(address, port)}")
+            return
+        except zmq.ZMQError as exc:
+            # ZMQ closes sockets in a thread of its own: a former life's may still be there.
+            if exc.errno != zmq.EADDRINUSE or attempt == _BIND_ATTEMPTS - 1:
+                raise Unavailable(
+                    f"events port {host_port(host, port)} can't be opened: {exc.strerror}",
+                    reason="PORT_TAKEN",
+                ) from exc
+        await asyncio.sleep(_BIND_PAUSE_S)
 
 
 async def _beat(publisher: EventPublisher, heartbeat_s: float) -> None:
