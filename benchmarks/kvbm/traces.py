@@ -7,7 +7,7 @@ and a disk of four times its size, with our eviction in both: hits with what the
 beside a disk that every new block is written to.
 
 `--data` names the folder of the traces (Mooncake's format: JSON lines with `timestamp` in
-milliseconds and `hash_ids`). All is deterministic; it takes five minutes on two cores.
+milliseconds and `hash_ids`). All is deterministic; it takes a good half hour on two cores.
 """
 
 from __future__ import annotations
