@@ -257,7 +257,7 @@ class Moves:
                 space.gate.observe(source, done, result.seconds, self._now_s())
         elif target is Tier.G2 and result.errors:
             # A load that took its time and brought nothing is the dearest of all.
-            space.gate.observe(source, len(copies), max(result.seconds, 0.001) * 2, self._now_s())
+            space.gate.given_up(source, len(copies), result.seconds, self._now_s())
         if result.fence is not None:
             space.background(self._await_fence(result.fence, unfinished), "fence")
         return done

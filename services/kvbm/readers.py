@@ -64,7 +64,9 @@ class Held:
     """A lease and the promotions that go on for it."""
 
     space: Space
-    wanted: int
+    tiers: Sequence[Tier]
+    """Of the wanted blocks, the best that each was in."""
+    began_s: float
     promotion: asyncio.Task[None] | None = None
 
 
@@ -160,7 +162,9 @@ class Readers:
         lease = space.catalog.lease(wanted, self._node.tenant(ask.tenant), now + lease_ms, now)
         space.apply()
         promoting = len(wanted) - len(lease.ready)
-        held = self._held[lease.id] = Held(space, len(wanted))
+        known = [tiers[0] for tiers in plan.tiers[: plan.take]]
+        sources = known + [Tier.G4] * (len(wanted) - len(known))
+        held = self._held[lease.id] = Held(space, sources, time.monotonic())
         if promoting:
             keys = ask.keys[: ask.skip + plan.take]
             first = ask.skip + len(lease.ready)
@@ -224,7 +228,7 @@ class Readers:
             raise lease_unknown(lease) from None
         held.space.apply()
         running = held.promotion is not None and not held.promotion.done()
-        return ready, held.wanted - len(ready) if running else 0
+        return ready, len(held.tiers) - len(ready) if running else 0
 
     def release(self, reports: Sequence[Loaded]) -> int:
         """Ends leases and learns from how their loads went; how many were known."""
@@ -237,6 +241,8 @@ class Readers:
             space = held.space
             if report.bad:
                 self._suspect(space, lease, report.bad)
+            if held.promotion is not None and not held.promotion.done():
+                self._given_up(held, lease)
             known += space.catalog.release(lease, self._node.now_ms())
             space.apply()
             if report.blocks:
@@ -246,6 +252,18 @@ class Readers:
                 space.gate.observe(Tier.G2, report.blocks, report.seconds, time.monotonic())
         self._metrics.lease_ended("released", known)
         return known
+
+    def _given_up(self, held: Held, lease: LeaseId) -> None:
+        """A request waits no longer for blocks that have not come."""
+        try:
+            ready = len(held.space.catalog.lease_ready(lease))
+        except KeyError:
+            return
+        late = set(held.tiers[ready:])
+        if len(late) == 1:  # of several, nobody knows which is slow
+            (tier,) = late
+            came, now_s = held.tiers[:ready].count(tier), time.monotonic()
+            held.space.gate.given_up(tier, came + 1, now_s - held.began_s, now_s)
 
     def _suspect(self, space: Space, lease: LeaseId, bad: Sequence[int]) -> None:
         """Looks itself at what an engine found bad: the arena may be at fault, or the engine."""

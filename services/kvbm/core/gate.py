@@ -182,6 +182,15 @@ class Gate:
         self._estimates[tier].observe(blocks, seconds)
         self._standings[tier].measured_s = now_s
 
+    def given_up(self, tier: Tier, blocks: int, seconds: float, now_s: float) -> None:
+        """A load of `blocks` was not there after `seconds`: failed, or waited for no longer.
+
+        It takes that long at least. Less than predicted says nothing: a store that is known to be
+        away refuses at once.
+        """
+        if tier in self._estimates and seconds > self._seconds(tier, blocks):
+            self.observe(tier, blocks, 2 * seconds, now_s)
+
     def rates(self) -> Mapping[Tier, TierRate]:
         """What is assumed of each tier now."""
         return {tier: estimate.rate() for tier, estimate in self._estimates.items()}

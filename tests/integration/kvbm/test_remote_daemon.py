@@ -118,6 +118,36 @@ async def test_wrong_credentials_cost_nothing_but_the_tier(
         assert time.monotonic() - began < 3
 
 
+async def test_blocks_that_came_too_late_are_not_waited_for_again(
+    rig: Callable[..., Any], tmp_path: Path
+) -> None:
+    """E4: what requests gave up is learned when they do, not at the store's own deadline."""
+    remote = {**settings_of("s3", tmp_path), "remote_timeout_s": 60, "promote_ms": 400}
+    server, keys = shared_server(), chain("late", 4 * RUN)
+    async with (
+        rig(folder=tmp_path / "a", **remote) as a,
+        engine(a.address) as writer,
+        rig(folder=tmp_path / "b", **remote) as b,
+        engine(b.address) as reader,
+    ):
+        await writer.save(keys)
+        await stored(a, len(keys))
+        await asyncio.to_thread(server.freeze)
+        try:
+            waited = 0
+            for _ in range(10):
+                found = await reader.lookup(keys, recompute_block_s=5.0)
+                if not found.lease:
+                    break
+                waited += 1
+                assert not await reader.ready(found, wait_ms=400)
+                await reader.release(found)
+        finally:
+            server.thaw()
+        assert found.reason == "promotion-limit"
+        assert 1 <= waited <= 4
+
+
 async def test_a_server_that_goes_silent_and_comes_back(
     rig: Callable[..., Any], tmp_path: Path
 ) -> None:

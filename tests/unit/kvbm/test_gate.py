@@ -69,6 +69,17 @@ def test_stalls_now_and_then_are_never_taken_for_a_change() -> None:
     assert gate.rates()[G3].seconds(16) < 0.018 * 2
 
 
+def test_what_was_given_up_took_that_long_at_least() -> None:
+    gate = Gate(FAST)
+    for _ in range(4):
+        gate.given_up(G3, 16, 2.0, 0)
+    assert gate.rates()[G3].seconds(16) > 2.0
+    before = gate.rates()
+    for _ in range(10):
+        gate.given_up(G3, 16, 0.001, 0)  # refused at once: nobody has tried
+    assert gate.rates() == before
+
+
 def test_nonsense_is_not_learned() -> None:
     gate = Gate(FAST)
     for blocks, seconds in ((0, 1.0), (-1, 1.0), (4, -1.0), (4, float("nan")), (4, float("inf"))):
