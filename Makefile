@@ -72,6 +72,7 @@ check: lint type contracts drift ## All static checks
 
 bench: setup ## What gateway, router and kvbm cost and save: ratios with their goals
 	$(BIN)/python -m benchmarks.gateway $(ARGS)
+	$(BIN)/python -m benchmarks.router $(ARGS)
 	$(BIN)/python -m benchmarks.kvbm $(ARGS)
 
 lock: setup ## Compile requirements/lock-*.txt anew (ARGS=--upgrade: newest versions)

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from services.cli import config, kv, kvprompt
+from services.cli.bench import app as bench
 from services.cli.console import print_error, stage_progress, stderr, stdout
 from services.cli.errors import CliError
 from services.cli.model import SMALL_MODEL, Model, resolve
@@ -30,6 +32,7 @@ demo_app = typer.Typer(
 app.add_typer(demo_app, name="demo")
 app.add_typer(kv.app, name="kv")
 kvprompt.add_commands(kv.app)
+app.add_typer(bench.app, name="bench")
 
 
 def _option(text: str, *names: str, panel: str | None = None, **rest: Any) -> Any:
@@ -93,7 +96,7 @@ def _model(wanted: str, output: Path | None = None) -> Model:
 def up(
     workers: Annotated[int, _option("Workers, each with one engine.", min=1)] = 2,
     routers: Annotated[int, _option("Routers; the gateway uses any.", min=1)] = 1,
-    policy: Annotated[str, _option("Placement: kv, round-robin, random or least-loaded.")] = "kv",
+    policy: Annotated[str, _option("Placement: kv, round-robin, random, least-loaded, ...")] = "kv",
     etcd: Annotated[str, _option("'own', or the host:port,... of an etcd that runs.")] = "own",
     state_dir: StateDir = config.DEFAULT_STATE_DIR,
     detach: Annotated[
@@ -136,6 +139,23 @@ def up(
     engine_args: Annotated[
         str,
         _option("More vLLM engine arguments: a JSON object by their names.", panel="Model"),
+    ] = "",
+    engine: Annotated[
+        str,
+        _option(
+            "vllm, or sim: simulators in one process, no weights read, for tests of scale.",
+            panel="Model",
+        ),
+    ] = "vllm",
+    sim_profile: Annotated[
+        str,
+        _option("Whose speed simulators have: GPU/MODEL, or a .toml file.", panel="Model"),
+    ] = "",
+    sim_speedup: Annotated[
+        float, _option("How many times as fast they run.", min=0.001, panel="Model")
+    ] = 1.0,
+    sim_faults: Annotated[
+        str, _option("Their faults: a JSON list (docs/simulator.md).", panel="Model")
     ] = "",
     adapters: Annotated[
         str, _option("LoRA adapters to serve: NAME=FOLDER,...", panel="Model")
@@ -232,6 +252,10 @@ def up(
             kv_cache_gb=kv_cache_gb,
             max_model_len=max_model_len,
             engine_args=engine_args,
+            engine=engine,
+            sim_profile=sim_profile,
+            sim_speedup=sim_speedup,
+            sim_faults=sim_faults,
             adapters=adapters,
             api_keys_file=str(api_keys_file.absolute()) if api_keys_file else "",
             otlp_endpoint=otlp_endpoint,
@@ -243,6 +267,21 @@ def up(
 
     options(Model("-", "-"))  # wrong options are told before a model is prepared
     run_up(options(_model(model)), detach=detach, question=chat)
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def worker(ctx: typer.Context) -> None:
+    """Runs one worker process (or simulated ones: --engine sim); takes its settings as options.
+
+    The same as `python -m services.worker`.
+    """
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "services.worker", *ctx.args])
 
 
 @app.command()

@@ -54,6 +54,14 @@ def block_hashes(
     return hashes
 
 
+def next_block_hash(
+    parent: bytes, block: Sequence[int], *, adapter: HashedAdapter | None = None
+) -> bytes:
+    """Hash of the full block that follows the one whose hash is `parent` (not of a first block)."""
+    extra = (("lora", adapter.name, adapter.path),) if adapter else None
+    return hashlib.sha256(cbor2.dumps((parent, tuple(block), extra), canonical=True)).digest()
+
+
 def block_key(block_hash: bytes) -> BlockKey:
     """The low 64 bits of a block's hash, read big-endian."""
     return BlockKey(int.from_bytes(block_hash, "big") & _LOW_64)

@@ -6,9 +6,10 @@ The first SIGTERM or SIGINT asks for a drain, the second ends the process at onc
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from services.common.telemetry.logging import get_logger
 
 log = get_logger(__name__)
 
+FILES = 65_536
+"""Open files that a service may have, as far as the system lets it."""
+
 
 class Phase(StrEnum):
     """Where a process is in its life."""
@@ -27,6 +31,10 @@ class Phase(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+
+
+def _brief(instance: Instance) -> dict[str, object]:
+    return {"id": instance.id, "incarnation": instance.incarnation}
 
 
 class Lifecycle:
@@ -41,8 +49,16 @@ class Lifecycle:
         """Whether a stop was asked for."""
         return self._stop.is_set()
 
-    def ready(self, instance: Instance | None = None, ready_file: str = "") -> None:
-        """Says that requests are welcome; writes `ready_file` (atomically) when one is named."""
+    def ready(
+        self,
+        instance: Instance | None = None,
+        ready_file: str = "",
+        instances: Sequence[Instance] = (),
+    ) -> None:
+        """Says that requests are welcome; writes `ready_file` (atomically) when one is named.
+
+        `instances`: all that this process holds, when there are several.
+        """
         if not self.stopping:
             self.phase = Phase.READY
         if instance is not None:
@@ -58,6 +74,7 @@ class Lifecycle:
                     "address": instance.address,
                     "events_address": instance.events_address,
                     "metrics_address": instance.metrics_address,
+                    **({"instances": [_brief(i) for i in instances]} if instances else {}),
                 }
             )
             scratch = Path(f"{ready_file}.{os.getpid()}")
@@ -79,6 +96,8 @@ def run(main: Callable[[Lifecycle], Awaitable[None]]) -> int:
 
     `main` serves until `lifecycle.wait_stop()` returns, drains, closes what it opened, and returns.
     """
+
+    _allow_files()
 
     async def body() -> None:
         lifecycle = Lifecycle()
@@ -105,6 +124,14 @@ def run(main: Callable[[Lifecycle], Awaitable[None]]) -> int:
         log.error("stopped by an error", error=exc.message, reason=exc.reason)
         print(f"forebay: {exc.message}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _allow_files() -> None:
+    """Raises the soft limit of open files, often 1,024, towards the hard one: peers are files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _leaves(group: BaseExceptionGroup[ForebayError]) -> list[ForebayError]:

@@ -76,7 +76,9 @@ async def main(
             if link is not None and not instance.draining:
                 holder = Holder(instance.id, instance.incarnation)
                 up = link.state is LinkState.UP
-                found.append(Candidate(holder, instance.address, up, link.in_flight))
+                found.append(
+                    Candidate(holder, instance.address, up, link.in_flight, instance.labels)
+                )
         return found
 
     placer = RoutedPlacer(

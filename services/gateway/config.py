@@ -28,6 +28,8 @@ class GatewaySettings(ServiceSettings):
     """Seconds of silence on a stream after which a comment line is sent; 0 sends none."""
     response_headers: bool = True
     """Whether answers carry x-forebay-* headers (worker and cached tokens)."""
+    routing_headers: bool = True
+    """Whether x-session-id and x-forebay-worker, -exclude and -labels of requests are followed."""
     api_keys_file: str = ""
     """TOML or JSON file of keys (or "sha256:" and a key's hex digest) and their tenants. Empty: no
     keys are asked for.

@@ -225,8 +225,11 @@ class Generation:
                 expected_output=first.sampling.max_tokens - len(prior),
                 tenant=job.caller.tenant,
                 priority=-job.priority,  # for routers the higher goes first
+                deadline_ms=self._left_ms(),
+                admitted=bool(prior or first.excluded),
                 sequences=len(group),
                 excluded=frozenset(first.excluded) | job.served.refused,
+                wishes=job.caller.wishes,
                 trace=job.caller.trace,
             )
             try:
@@ -247,11 +250,15 @@ class Generation:
                 pipeline.placer.release(placement)
                 raise
 
+    def _left_ms(self) -> int:
+        """How long the client waits on; at least 1 ms."""
+        left_s = self.job.caller.deadline - asyncio.get_running_loop().time()
+        return max(1, round(left_s * 1000))
+
     def _works(self, group: Sequence[_Sequence], placement: Placement) -> list[Work]:
         job = self.job
         works = []
-        left_s = job.caller.deadline - asyncio.get_running_loop().time()
-        deadline_ms = max(1, round(left_s * 1000))
+        deadline_ms = self._left_ms()
         for k, sequence in enumerate(group):
             sequence.request_id = self._pipeline.new_request_id()
             sequence.placement = placement

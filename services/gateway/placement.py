@@ -9,6 +9,7 @@ from typing import Protocol
 from services.common.errors import ForebayError, Overloaded, Unavailable
 from services.common.ids import AttemptId, new_id
 from services.common.telemetry.logging import get_logger
+from services.common.tenancy import tenants_of
 from services.gateway.ports import Ask, Candidate, PlacedBy, Placement
 
 log = get_logger(__name__)
@@ -68,7 +69,7 @@ class RoutedPlacer:
         self._router.release(placement, unreachable=unreachable)
 
     def _least_loaded(self, ask: Ask) -> Placement | None:
-        every = self._candidates(ask.model)
+        every = _allowed(self._candidates(ask.model), ask)
         fit = [c for c in every if c.worker.id not in ask.excluded]
         # A worker that failed this request but whose session lives is better than none.
         fit = fit or [c for c in every if c.connected]
@@ -82,3 +83,19 @@ class RoutedPlacer:
             predicted_cached_tokens=0,
             placed_by=PlacedBy.FALLBACK,
         )
+
+
+def _allowed(every: Sequence[Candidate], ask: Ask) -> Sequence[Candidate]:
+    """Those that tenant and wishes leave; as at routers. A rank can't be chosen from here."""
+    wishes = ask.wishes
+    if wishes.rank is not None:
+        return ()
+    reserved = [(c, tenants_of(c.labels)) for c in every]
+    own = [c for c, tenants in reserved if ask.tenant in tenants]
+    return [
+        c
+        for c in own or [c for c, tenants in reserved if not tenants]
+        if wishes.worker in ("", c.worker.id)
+        and c.worker.id not in wishes.excluded
+        and all(c.labels.get(name) == value for name, value in wishes.labels.items())
+    ]

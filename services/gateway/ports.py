@@ -16,6 +16,23 @@ from services.gateway.core.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client says of where its request shall run."""
+
+    worker: str = ""
+    """The only worker that will do; empty: any."""
+    rank: int | None = None
+    """The only data-parallel rank that will do."""
+    excluded: frozenset[str] = frozenset()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    session: str = ""
+    """Whose requests shall go to one worker."""
+
+
+NO_WISHES = Wishes()
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """A question for a placement. `keys` are the full blocks of prompt and prior output, `tokens`
     counts both.
@@ -29,8 +46,13 @@ class Ask:
     expected_output: int = 0
     tenant: str = ""
     priority: int = 0
+    deadline_ms: int = 0
+    """So long its client waits on; 0: not known."""
+    admitted: bool = False
+    """Whether it was placed before and failed there."""
     sequences: int = 1
     excluded: frozenset[str] = frozenset()
+    wishes: Wishes = NO_WISHES
     trace: Mapping[str, str] = field(default_factory=dict)
     """traceparent and tracestate."""
 
@@ -61,6 +83,8 @@ class Candidate:
     address: str
     connected: bool
     in_flight: int
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the worker's record."""
 
 
 class Placer(Protocol):

@@ -20,6 +20,7 @@ from services.gateway.core.sampling import (
 )
 from services.gateway.errors import ModelNotFound, NoWorker
 from services.gateway.models import Models, Served
+from services.gateway.ports import NO_WISHES, Wishes
 
 _INLINE_TOKENS = 2048
 """Longer prompts are hashed in a thread: 64 blocks of 32 cost about 0.2 ms."""
@@ -40,6 +41,7 @@ class Caller:
     tenant: str = ""
     tenant_salt: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
+    wishes: Wishes = NO_WISHES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from services.common.telemetry.metrics import metrics_server, new_registry
 from services.common.telemetry.tracing import tracing
 from services.router.adapters.discovery import watch_nodes, watch_workers
 from services.router.adapters.events import Followers
+from services.router.adapters.garbage import Collections, watched_collections
 from services.router.adapters.metrics import RouterMetrics
 from services.router.adapters.prefetch import Prefetcher
 from services.router.config import RouterSettings
@@ -26,8 +27,8 @@ from services.router.server import RouterServicer
 log = get_logger(__name__)
 
 _TICK_S = 0.25
-_SWEEP_ENTRIES = 5_000
-"""Index entries of removed workers that are freed in one go: about a millisecond."""
+_SWEEP_ENTRIES = 2_000
+"""Index entries of removed workers that are freed in one go: a millisecond or two."""
 _LINGER_S = 0.5
 """How long a draining router answers on, while gateways read that it leaves."""
 
@@ -42,6 +43,7 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
     with (
         tracing("router", router_id, settings.otlp_endpoint) as tracer,
         metrics_server(registry, settings.host, settings.metrics_port) as metrics_port,
+        watched_collections() as collections,
     ):
         async with (
             open_discovery(settings) as discovery,
@@ -64,7 +66,9 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                 new_attempt=lambda: AttemptId(new_id("att")),
                 streams=followers.stats,
                 hint=prefetcher.hint if settings.prefetch else None,
+                admission=settings.admission_config(),
             )
+            followers.on_news = servicer.news
             async with (
                 rpc_server(settings.host, settings.port, [servicer.service()]) as server,
                 asyncio.TaskGroup() as tasks,
@@ -77,7 +81,10 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                     tasks.create_task(
                         watch_nodes(discovery, core.nodes, followers, clock), name="kvbm discovery"
                     ),
-                    tasks.create_task(_tick(core, followers, metrics, discovery), name="tick"),
+                    tasks.create_task(
+                        _tick(core, servicer, followers, metrics, discovery, collections),
+                        name="tick",
+                    ),
                 ]
                 await _first_list(life, synced, settings.discovery_grace_s)
                 host = advertised_host(settings.host, settings.advertise_host)
@@ -114,7 +121,12 @@ async def _first_list(life: Lifecycle, synced: asyncio.Event, grace_s: float) ->
 
 
 async def _tick(
-    core: RouterCore, followers: Followers, metrics: RouterMetrics, discovery: Discovery
+    core: RouterCore,
+    servicer: RouterServicer,
+    followers: Followers,
+    metrics: RouterMetrics,
+    discovery: Discovery,
+    collections: Collections,
 ) -> None:
     """Lets time pass in the core, and shows its figures."""
     while True:
@@ -127,10 +139,12 @@ async def _tick(
             followers.unfollow(InstanceKind.KVBM, node_id)
         while core.sweep(_SWEEP_ENTRIES):  # noqa: ASYNC110 - gives way, waits for nothing
             await asyncio.sleep(0)
+        collections.tend()
+        servicer.tick()
         metrics.observe(
-            core.index_stats(),
+            core.index_stats(digests=False),
             followers.stats,
-            core.workers(now),
+            core.statuses(now),
             core.nodes.nodes(now),
             core.bookings,
             core.expired_bookings,

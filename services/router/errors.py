@@ -3,9 +3,10 @@
 InvalidRequest (INVALID_ARGUMENT)   a field of the request can't be right; also a wrong block size
 NotFound (MODEL_NOT_FOUND)          no worker serves the model
 Unavailable (NO_WORKER, DRAINING)   none can take it now; this router is leaving
+Overloaded (OVERLOADED)             it would wait too long; says how long, and when to come again
 """
 
-from services.common.errors import ForebayError, InvalidRequest, NotFound, Unavailable
+from services.common.errors import ForebayError, InvalidRequest, NotFound, Overloaded, Unavailable
 from services.router.core.answers import Refusal, RefusalKind
 
 
@@ -21,6 +22,13 @@ def error_of(refusal: Refusal) -> ForebayError:
             return NotFound(refusal.message, reason="MODEL_NOT_FOUND")
         case RefusalKind.NO_WORKER:
             return Unavailable(refusal.message, reason="NO_WORKER")
+        case RefusalKind.OVERLOADED:
+            # A wait of nothing would read as one that nobody knows.
+            error = Overloaded(
+                refusal.message, reason="OVERLOADED", retry_after_s=max(0.001, refusal.retry_s)
+            )
+            error.metadata["predicted_wait_s"] = f"{refusal.wait_s:.3f}"
+            return error
         case RefusalKind.WRONG_BLOCK_SIZE:
             return invalid(f"block_size_tokens: {refusal.message}", "block_size_tokens")
         case RefusalKind.PROMPT_TOO_LONG:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -28,13 +28,16 @@ from services.router.adapters.messages import (
     holder_message,
     node_view,
     placement_message,
+    waiting_message,
     worker_view,
 )
 from services.router.adapters.metrics import RouterMetrics
-from services.router.core.answers import Placement, Prefetch, Query, Refusal
+from services.router.core.admission import Admission, AdmissionConfig, Waiting
+from services.router.core.answers import Placement, Prefetch, Query, Refusal, RefusalKind
 from services.router.core.placement import RouterCore
 from services.router.errors import error_of, invalid
 from services.router.ports import Clock
+from services.router.waiting import WaitingRoom
 
 log = get_logger(__name__)
 
@@ -43,8 +46,13 @@ _MOST_WAITING = 1024
 _TOKENS_IN_LOOP = 4096
 """Longer prompts are hashed in a thread."""
 _MOST_SEQUENCES = 1024
+_LONGEST_SESSION = 256
 _DECISIONS_AT_ONCE = 16
 """Decisions before others get their turn; one takes some milliseconds for many workers."""
+_ANSWER_S = 0.05
+"""Left of a call's deadline for its answer's way back."""
+_Carrier = dict[str, str]
+"""Trace context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,10 @@ class _Inbox:
         self._more = asyncio.Event()
         self._room = asyncio.Event()
         self._closed = False
+        self._ended = False
+        self._ready: deque[pb.RouteStreamResponse] = deque()
+        self.waiting: dict[int, int] = {}
+        """Numbers of those that wait for room, by correlation id."""
 
     async def put(self, item: _Asked) -> None:
         """Adds a message as soon as there is room."""
@@ -73,19 +85,44 @@ class _Inbox:
         self._more.set()
 
     def close(self) -> None:
-        """Nothing more is waited for; what is there can still be taken."""
+        """No more messages come; what is there can still be taken, and late answers."""
         self._closed = True
         self._more.set()
 
-    async def take(self) -> list[_Asked]:
-        """All that has arrived, at least one; none at all means that it is closed and empty."""
-        while not self._items and not self._closed:
+    def end(self) -> None:
+        """Nothing more is waited for, late answers neither."""
+        self._ended = True
+        self.close()
+
+    def unsent(self) -> list[str]:
+        """Attempt ids of placements that came late, and that nobody took."""
+        return [m.placement.attempt_id for m in self._ready if m.HasField("placement")]
+
+    def answer(self, message: pb.RouteStreamResponse) -> None:
+        """An answer that comes late. Not more than wait can be there."""
+        self._ready.append(message)
+        self._more.set()
+
+    def sign(self) -> None:
+        """Shows the gateway that we live, if it hears nothing else and something waits."""
+        if self.waiting and not self._ready:
+            self._ready.append(waiting_message(next(iter(self.waiting)), 0.0, 0.0))
+            self._more.set()
+
+    async def take(self) -> tuple[list[_Asked], list[pb.RouteStreamResponse]]:
+        """All that has arrived, and late answers; none at all means that it is over."""
+        while not self._items and not self._ready and not self._over:
             self._more.clear()
             await self._more.wait()
-        items = list(self._items)
+        items, ready = list(self._items), list(self._ready)
         self._items.clear()
+        self._ready.clear()
         self._room.set()
-        return items
+        return items, ready
+
+    @property
+    def _over(self) -> bool:
+        return self._ended or (self._closed and not self.waiting)
 
 
 def _leaving() -> Unavailable:
@@ -95,7 +132,9 @@ def _leaving() -> Unavailable:
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """The five methods. `drain` ends the streams, so that gateways change to another router.
 
-    `hint` takes what daemons shall bring up for a placement; None: they aren't told.
+    `hint` takes what daemons shall bring up for a placement; None: they aren't told. `admission`
+    bounds waits; unless given, all is placed at once. Then call `news` when workers have told
+    something, and `tick` a few times a second.
     """
 
     def __init__(
@@ -110,6 +149,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         new_attempt: Callable[[], AttemptId],
         streams: FollowStats,
         hint: Callable[[Prefetch], None] | None = None,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         self._core = core
         self._clock = clock
@@ -117,7 +157,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._tracer = tracer
         self._router_id = router_id
         self._policy = policy
-        self._new_attempt = new_attempt
+        limits = admission or AdmissionConfig(max_wait_s=0)
+        self._admission = Admission(core, limits, new_attempt)
+        self._room = WaitingRoom(self._admission, clock, metrics)
         self._streams = streams
         self._hint = hint
         self._draining = False
@@ -135,7 +177,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Ends all streams with UNAVAILABLE (DRAINING), and lets no new one in."""
         self._draining = True
         for inbox in self._inboxes:
-            inbox.close()
+            # Without an answer: another router is asked then.
+            self._leave(inbox)
+            inbox.end()
+        self._room.send_away(_leaving())
+
+    def news(self) -> None:
+        """Workers have told something: soon those who wait are decided anew."""
+        self._room.news()
+
+    def tick(self) -> None:
+        """Time has passed: waits end, and gateways that wait see that we live."""
+        self._room.tick()
+        for inbox in self._inboxes:
+            inbox.sign()
 
     async def RouteStream(
         self, request_iterator: AsyncIterator[pb.RouteStreamRequest], context: Any
@@ -148,13 +203,18 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._metrics.stream(1)
         reader = asyncio.create_task(self._read(request_iterator, inbox), name="route reader")
         try:
-            while asked := await inbox.take():
+            while True:
+                asked, ready = await inbox.take()
+                if not asked and not ready:
+                    break
+                for answer in ready:
+                    yield answer
                 for start in range(0, len(asked), _DECISIONS_AT_ONCE):
                     # What arrived together is decided before anything is awaited.
                     few = asked[start : start + _DECISIONS_AT_ONCE]
-                    for answer in [self._answer(one) for one in few]:
-                        if answer is not None:
-                            yield answer
+                    for reply in [self._answer(one, inbox) for one in few]:
+                        if reply is not None:
+                            yield reply
                     # A long burst must not keep workers' events waiting: they would look silent.
                     await asyncio.sleep(0)
             if self._draining:
@@ -162,6 +222,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         finally:
             self._metrics.stream(-1)
             self._inboxes.discard(inbox)
+            self._leave(inbox)
             reader.cancel()
             await asyncio.wait({reader})
 
@@ -171,19 +232,30 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         carrier = dict(context.invocation_metadata() or ())
         if request.traceparent:
             carrier = {"traceparent": request.traceparent, "tracestate": request.tracestate}
-        return placement_message(self._place(query, carrier))
+        if not request.deadline_ms and (left_s := context.time_remaining()) is not None:
+            query = replace(query, patience_s=max(0.0, left_s - _ANSWER_S))
+        placement = self._place(query, carrier)
+        if isinstance(placement, Waiting):
+            placement = await self._wait(placement.number, query, carrier)
+        return placement_message(placement)
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         """The scorecard."""
         query = await self._query(request.request)
-        card = self._core.explain(query, self._clock())
+        now, limit_s = self._clock(), self._admission.limit_s
+        card = self._core.explain(query, now, limit_s)
         if isinstance(card, Refusal):
             raise error_of(card)
+        wait_s, would_wait = self._admission.outlook(query, now)
         return pb.ExplainResponse(
             policy=card.policy.value,
             prompt_blocks=card.prompt_blocks,
             prompt_tokens=card.prompt_tokens,
             candidates=[candidate_message(row) for row in card.workers],
+            predicted_wait_s=wait_s,
+            max_wait_s=0.0 if limit_s == float("inf") else limit_s,
+            would_wait=would_wait,
+            waiting_requests=len(self._admission),
         )
 
     async def ListWorkers(
@@ -250,7 +322,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         finally:
             inbox.close()
 
-    def _answer(self, asked: _Asked) -> pb.RouteStreamResponse | None:
+    def _answer(self, asked: _Asked, inbox: _Inbox) -> pb.RouteStreamResponse | None:
         message = asked.message
         number = message.correlation_id
         try:
@@ -262,14 +334,19 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                     r = message.route
                     carrier = {"traceparent": r.traceparent, "tracestate": r.tracestate}
                     placement = self._place(asked.query, carrier)
+                    if isinstance(placement, Waiting):
+                        return self._wait_on(inbox, number, placement, asked.query, carrier)
                     return pb.RouteStreamResponse(
                         correlation_id=number, placement=placement_message(placement)
                     )
                 case "release":
                     self._release(message.release)
                     return None
+                case "cancel":
+                    self._cancel(inbox, number)
+                    return None
                 case _:
-                    raise invalid("kind: a message must be `route` or `release`", "kind")
+                    raise invalid("kind: a message must be `route`, `release` or `cancel`", "kind")
         except ForebayError as exc:
             return failure_message(number, exc)
         except Exception:
@@ -281,10 +358,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     # Words and deeds.
 
-    def _place(self, query: Query, carrier: dict[str, str]) -> Placement:
+    def _place(self, query: Query, carrier: _Carrier) -> Placement | Waiting:
         if carrier.get("traceparent"):
             with self._tracer.start_as_current_span("route", context=extract(carrier)) as span:
                 placement = self._decide(query)
+                if isinstance(placement, Waiting):
+                    span.set_attribute("forebay.waits", True)
+                    return placement
                 span.set_attribute("forebay.worker", placement.holder.id)
                 span.set_attribute("forebay.attempt_id", placement.attempt_id)
                 span.set_attribute(
@@ -293,17 +373,100 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 return placement
         return self._decide(query)
 
-    def _decide(self, query: Query) -> Placement:
+    def _decide(self, query: Query) -> Placement | Waiting:
         started = time.perf_counter()
-        placement = self._core.place(query, self._new_attempt(), self._clock())
+        answer = self._admission.ask(query, self._clock())
         seconds = time.perf_counter() - started
-        if isinstance(placement, Refusal):
-            self._metrics.decided(self._policy, placement.kind.value.lower(), seconds)
-            raise error_of(placement)
+        if isinstance(answer, Waiting):
+            self._metrics.decided(self._policy, "waits", seconds)
+            return answer
+        if isinstance(answer, Refusal):
+            self._metrics.decided(self._policy, answer.kind.value.lower(), seconds)
+            if answer.kind is RefusalKind.OVERLOADED:
+                heavy = self._admission.heavy(query.tenant)
+                self._metrics.overloaded(query.tenant, heavy)
+            raise error_of(answer)
         self._metrics.decided(self._policy, "placed", seconds)
+        self._prefetch(answer)
+        return answer
+
+    def _prefetch(self, placement: Placement) -> None:
         if placement.prefetch is not None and self._hint is not None:
             self._hint(placement.prefetch)
-        return placement
+
+    # Those who wait.
+
+    async def _wait(self, number: int, query: Query, carrier: _Carrier) -> Placement:
+        """A call waits for its placement; it ends by the queue's limits at the latest."""
+        call: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
+
+        def tell(answer: Placement | ForebayError, waited_s: float) -> None:
+            if call.done():
+                # Its client has gone this moment.
+                if isinstance(answer, Placement):
+                    self._core.release(answer.attempt_id)
+            elif isinstance(answer, ForebayError):
+                call.set_exception(answer)
+            else:
+                self._placed_late(answer, carrier, waited_s)
+                call.set_result(answer)
+
+        self._room.enter(number, query, tell)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            told = not self._room.leave(number)
+            if told and not call.cancelled() and call.exception() is None:
+                # Placed, and nobody there any more.
+                self._core.release(call.result().attempt_id)
+            raise
+
+    def _wait_on(
+        self, inbox: _Inbox, correlation: int, waiting: Waiting, query: Query, carrier: _Carrier
+    ) -> pb.RouteStreamResponse:
+        """A stream's question waits; the answer comes with those of later ones."""
+
+        def tell(answer: Placement | ForebayError, waited_s: float) -> None:
+            inbox.waiting.pop(correlation, None)
+            if isinstance(answer, ForebayError):
+                inbox.answer(failure_message(correlation, answer))
+                return
+            self._placed_late(answer, carrier, waited_s)
+            inbox.answer(
+                pb.RouteStreamResponse(
+                    correlation_id=correlation, placement=placement_message(answer)
+                )
+            )
+
+        former = inbox.waiting.pop(correlation, None)
+        if former is not None:
+            # Its number was not unique; one of the two can be answered.
+            self._room.leave(former)
+        inbox.waiting[correlation] = waiting.number
+        self._room.enter(waiting.number, query, tell)
+        return waiting_message(correlation, waiting.predicted_s, waiting.most_s)
+
+    def _leave(self, inbox: _Inbox) -> None:
+        """A stream is over for those who wait on it."""
+        for number in inbox.waiting.values():
+            self._room.leave(number)
+        inbox.waiting.clear()
+        for attempt_id in inbox.unsent():
+            self._core.release(AttemptId(attempt_id))
+
+    def _cancel(self, inbox: _Inbox, correlation: int) -> None:
+        number = inbox.waiting.pop(correlation, None)
+        if number is not None:
+            self._room.leave(number)
+
+    def _placed_late(self, placement: Placement, carrier: _Carrier, waited_s: float) -> None:
+        self._prefetch(placement)
+        if carrier.get("traceparent"):
+            name = "route after a wait"
+            with self._tracer.start_as_current_span(name, context=extract(carrier)) as span:
+                span.set_attribute("forebay.worker", placement.holder.id)
+                span.set_attribute("forebay.attempt_id", placement.attempt_id)
+                span.set_attribute("forebay.waited_s", waited_s)
 
     def _release(self, release: pb.ReleasePlacement) -> None:
         if release.attempt_id:
@@ -324,6 +487,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise invalid(
                 f"sequences: at most {_MOST_SEQUENCES}, not {request.sequences}", "sequences"
             )
+        if len(request.session_id) > _LONGEST_SESSION:
+            raise invalid(f"session_id: at most {_LONGEST_SESSION} characters", "session_id")
         if request.token_ids:
             keys, tokens, size = await self._hashed(request)
         else:
@@ -335,8 +500,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             block_size=size,
             excluded=frozenset(request.excluded_workers),
             pinned=request.pinned_worker,
+            rank=request.pinned_rank if request.HasField("pinned_rank") else None,
             labels=dict(request.required_labels),
+            tenant=request.tenant,
+            session=request.session_id,
             sequences=request.sequences or 1,
+            priority=request.priority,
+            admitted=request.admitted,
+            patience_s=request.deadline_ms / 1000 if request.deadline_ms else float("inf"),
         )
 
     async def _hashed(self, request: pb.RouteRequest) -> tuple[list[int], int, int]:

@@ -7,7 +7,7 @@ import threading
 
 from services.common import lifecycle
 from services.common.telemetry.logging import setup_logging
-from services.worker.app import main as serve
+from services.worker import app, simulated
 from services.worker.config import WorkerSettings
 
 
@@ -16,6 +16,7 @@ def main() -> int:
     settings = WorkerSettings.load_or_exit()
     logging.captureWarnings(True)
     setup_logging(settings.service, level=settings.log_level, fmt=settings.log_format)
+    serve = simulated.main if settings.engine == "sim" else app.main
     code = lifecycle.run(lambda life: serve(settings, life))
     if any(t.daemon and t.name == "engine" for t in threading.enumerate()):
         # It was stopped while it started, or it is stuck. Python would end under a thread that is

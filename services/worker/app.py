@@ -7,17 +7,19 @@ says that it serves, in health and in discovery. It stops the other way round.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from prometheus_client import CollectorRegistry
+
 from services.common.cards import Holder, Instance, InstanceKind
 from services.common.discovery import open_discovery
-from services.common.events.publisher import open_publisher
+from services.common.events.publisher import EventPublisher, open_publisher
 from services.common.ids import new_id, new_incarnation
 from services.common.lifecycle import Lifecycle
-from services.common.rpc.server import RpcServer, rpc_server
+from services.common.rpc.server import RpcServer, Service, rpc_server
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
 from services.common.telemetry.tracing import tracing
@@ -27,9 +29,8 @@ from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.cardset import CardSet, build_cards
 from services.worker.config import WorkerSettings
 from services.worker.engines.port import Engine
-from services.worker.engines.vllm import open_vllm
 from services.worker.errors import EngineStopped
-from services.worker.ports import Registered, Registrar
+from services.worker.ports import Publisher, Registered, Registrar
 from services.worker.server import WorkerServicer, service_of
 from services.worker.service import Options, WorkerService
 from services.worker.warmup import warm_up
@@ -40,7 +41,24 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 
-class _StoppedEarly(Exception):
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a worker gets instead of making it itself: in tests, and with others in one process."""
+
+    engine: Engine | None = None
+    registrar: Registrar | None = None
+    registry: CollectorRegistry | None = None
+    """For its figures; then somebody else serves them, at `metrics_address`."""
+    metrics_address: str = ""
+    cards: CardSet | None = None
+    """Of the engine, when they are known."""
+    publisher: Callable[[EventPublisher], Publisher] | None = None
+    """Stands between the worker and its event stream."""
+    services: Sequence[Service] = ()
+    """Served on its port beside its own."""
+
+
+class StoppedEarly(Exception):
     """A stop was asked for while the engine started."""
 
 
@@ -56,10 +74,10 @@ async def main(
     `engine` and `registrar` replace vLLM and etcd, for tests.
     """
     try:
-        async with worker(settings, life, engine=engine, registrar=registrar) as running:
+        async with worker(settings, life, Given(engine, registrar)) as running:
             life.ready(running.instance, settings.ready_file)
             await running.run(life, settings.drain_timeout_s)
-    except _StoppedEarly:
+    except StoppedEarly:
         log.info("stopped before the engine was ready")
 
 
@@ -121,25 +139,27 @@ class Worker:
 
 @asynccontextmanager
 async def worker(
-    settings: WorkerSettings,
-    life: Lifecycle,
-    *,
-    engine: Engine | None = None,
-    registrar: Registrar | None = None,
+    settings: WorkerSettings, life: Lifecycle, given: Given | None = None
 ) -> AsyncIterator[Worker]:
-    """A worker that serves and is registered, while the context lasts."""
+    """A worker that serves and is registered, while the context lasts.
+
+    Raises StoppedEarly when a stop is asked for before it serves.
+    """
+    given = given or Given()
     id = settings.id or new_id("worker")
     incarnation = new_incarnation()
     async with AsyncExitStack() as stack:
-        registry = new_registry()
+        registry, metrics_address = given.registry, given.metrics_address
+        if registry is None:
+            registry = new_registry()
+            metrics_address = settings.advertised(
+                stack.enter_context(metrics_server(registry, settings.host, settings.metrics_port))
+            )
         metrics = WorkerMetrics(registry)
-        metrics_port = stack.enter_context(
-            metrics_server(registry, settings.host, settings.metrics_port)
-        )
         tracer = stack.enter_context(tracing(settings.service, id, settings.otlp_endpoint))
         servicer = WorkerServicer(settings.backlog_tokens)
         rpc = await stack.enter_async_context(
-            rpc_server(settings.host, settings.port, [service_of(servicer)])
+            rpc_server(settings.host, settings.port, [service_of(servicer), *given.services])
         )
         publisher = await stack.enter_async_context(
             open_publisher(
@@ -150,10 +170,14 @@ async def worker(
                 advertise_host=settings.advertise_host,
             )
         )
+        engine = given.engine
         if engine is None:
+            # Its modules name vLLM's: a worker with another engine does without them.
+            from services.worker.engines.vllm import open_vllm
+
             named = settings.model_copy(update={"id": id})
             engine = await _unless_stopped(life, stack.enter_async_context(open_vllm(named)))
-        cards, node = await _unless_stopped(life, _prepare(engine, settings))
+        cards, node = await _unless_stopped(life, _prepare(engine, settings, given.cards))
         tiers = None
         if settings.kvbm:
             tiers = await stack.enter_async_context(
@@ -163,13 +187,14 @@ async def worker(
             engine,
             cards,
             Holder(id, incarnation),
-            publisher,
+            given.publisher(publisher) if given.publisher else publisher,
             metrics,
             tracer,
             Options(
                 max_requests=settings.max_requests,
                 watchdog_s=settings.watchdog_s,
                 load_report_interval_s=settings.load_report_interval_s,
+                digest_interval_s=settings.digest_interval_s,
             ),
             tiers,
         )
@@ -182,13 +207,14 @@ async def worker(
             incarnation=incarnation,
             address=settings.advertised(rpc.port),
             events_address=publisher.address,
-            metrics_address=settings.advertised(metrics_port),
+            metrics_address=metrics_address,
             role=settings.role,
             card=cards.card,
             labels=settings.labels,
             dp_size=engine.profile.dp_size,
             kvbm=node,
         )
+        registrar = given.registrar
         if registrar is None:
             registrar = await stack.enter_async_context(open_discovery(settings))
         await rpc.set_serving(True)
@@ -197,14 +223,17 @@ async def worker(
         yield Worker(instance, service, rpc, record, metrics, (True, node))
 
 
-async def _prepare(engine: Engine, settings: WorkerSettings) -> tuple[CardSet, str]:
+async def _prepare(
+    engine: Engine, settings: WorkerSettings, cards: CardSet | None
+) -> tuple[CardSet, str]:
     """The cards of a warm engine, and the kvbm that it is attached to."""
-    cards = await asyncio.to_thread(build_cards, settings.name, engine.profile, DigestCache())
+    if cards is None:
+        cards = await asyncio.to_thread(build_cards, settings.name, engine.profile, DigestCache())
     return cards, await warm_up(engine)
 
 
 async def _unless_stopped(life: Lifecycle, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; raises _StoppedEarly when a stop is asked for before it is there."""
+    """The result of `work`; raises StoppedEarly when a stop is asked for before it is there."""
     start = asyncio.create_task(work, name="start")
     stop = asyncio.create_task(life.wait_stop(), name="stop")
     await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -212,5 +241,5 @@ async def _unless_stopped(life: Lifecycle, work: Coroutine[Any, Any, T]) -> T:
     if not start.done():
         start.cancel()
         await asyncio.wait({start})
-        raise _StoppedEarly
+        raise StoppedEarly
     return start.result()

@@ -37,9 +37,10 @@ def build_cards(name: str, profile: EngineProfile, digests: DigestCache) -> Card
     """Reads and digests the model's files (blocking: seconds for large weights that are new)."""
     folder = profile.model_dir
     files = card_files(folder)
+    weights = b"" if profile.simulated else weights_digest(folder, digests)
     card = ModelCard(
         model=name,
-        namespace=namespace(weights_digest(folder, digests), profile.identity),
+        namespace=namespace(weights, profile.identity),
         block_size=profile.block_size,
         max_model_len=profile.max_model_len,
         vocab_size=profile.vocab_size,

@@ -9,6 +9,8 @@ from pydantic_settings import NoDecode
 
 from services.common.cards import Role
 from services.common.settings import ServiceSettings, settings_config
+from services.worker.engines.sim.core.faults import Fault, faults_from
+from services.worker.engines.sim.core.published import DEFAULT as DEFAULT_SIM_PROFILE
 
 
 def _json_object(value: object) -> object:
@@ -35,8 +37,22 @@ def _pairs(value: object) -> object:
     return pairs
 
 
+def _json_list(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        read = json.loads(value or "[]")
+    except ValueError as exc:
+        raise ValueError(f'must be a JSON list such as [{{"kind": "stall"}}]: {exc}') from exc
+    if not isinstance(read, list):
+        raise ValueError(f"must be a JSON list, not a JSON {type(read).__name__}")
+    return read
+
+
 JsonObject = Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)]
 """A JSON object in one string, or a TOML table."""
+JsonList = Annotated[tuple[Any, ...], NoDecode, BeforeValidator(_json_list)]
+"""A JSON list in one string, or a TOML array."""
 Pairs = Annotated[dict[str, str], NoDecode, BeforeValidator(_pairs)]
 """`name=value,name=value` in one string, or a TOML table."""
 
@@ -69,10 +85,15 @@ class WorkerSettings(ServiceSettings):
     """Longest prompt plus output in tokens; absent: the model's own."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine's kernels. 1 is best when several workers share a few cores."""
+    engine: Literal["vllm", "sim"] = "vllm"
+    """vllm, or sim: a simulator without weights, for tests of scale. Its text is no model's."""
     engine_mode: Literal["auto", "inprocess", "async"] = "auto"
     """inprocess (in this process), async (in its own), or auto: inprocess on CPU, async on GPU."""
     engine_args: JsonObject = Field(default_factory=dict)
-    """Any vLLM engine argument by name, as a JSON object; wins over all settings above."""
+    """Any vLLM engine argument by name, as a JSON object; wins over all settings above.
+
+    A simulator knows block_size, num_gpu_blocks_override, max_num_batched_tokens, max_num_seqs.
+    """
     engine_log_level: str = "warning"
     """Level of the engine's own log lines: debug, info, warning or error."""
     adapters: Pairs = Field(default_factory=dict)
@@ -94,6 +115,39 @@ class WorkerSettings(ServiceSettings):
     """Seconds without a finished step, while there are requests, until it says NOT_SERVING."""
     load_report_interval_s: float = Field(default=0.03, ge=0)
     """Least time between two load reports, in seconds; the last state is always reported."""
+    digest_interval_s: float = Field(default=5.0, gt=0)
+    """Seconds between digests of all blocks held, by which routers check what they know."""
+
+    sim_workers: int = Field(default=1, ge=1, le=4096)
+    """Simulated workers of this process; several are named `id`.0, `id`.1 ..., on free ports."""
+    sim_profile: str = DEFAULT_SIM_PROFILE
+    """Whose speed is simulated: GPU/MODEL by published figures, or a .toml file of one's own."""
+    sim_speedup: float = Field(default=1.0, gt=0, le=10_000)
+    """How many times as fast as its profile a simulated engine runs."""
+    sim_output_tokens: int = Field(default=256, ge=0)
+    """Mean length of a simulated answer that nothing else ends, in tokens; 0: it does not end."""
+    sim_coalesce_ms: float = Field(default=0.0, ge=0, le=1000)
+    """Simulated decode steps are told together over so many milliseconds, which costs less CPU."""
+    sim_fill_blocks: int = Field(default=0, ge=0)
+    """Blocks that each simulated worker holds from its start on; no prompt ever hits them."""
+    sim_fill_first: int = Field(default=0, ge=0)
+    """Number of the first worker, when these documents are shared with other processes."""
+    sim_faults: JsonList = ()
+    """Faults of simulated workers: a JSON list of objects with kind (stall, slow, die, drop, lie),
+
+    at_s, for_s, factor (of slow), share (of drop and lie), workers (numbers from 0; absent: all).
+    """
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """`sim_faults`, read."""
+        return faults_from(self.sim_faults)
+
+    @field_validator("sim_faults")
+    @classmethod
+    def _faults(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        faults_from(value)
+        return value
 
     @field_validator("kvbm")
     @classmethod

@@ -60,6 +60,7 @@ class Options:
     max_requests: int = 2048
     watchdog_s: float = 60.0
     load_report_interval_s: float = 0.03
+    digest_interval_s: float = 5.0
 
 
 @dataclass(slots=True)
@@ -131,6 +132,9 @@ class WorkerService:
             ranks, engine.profile.total_blocks // ranks, self._options.load_report_interval_s
         )
         self._load_timer: asyncio.TimerHandle | None = None
+        self._digest_timer = self._loop.call_later(
+            self._options.digest_interval_s, self._tell_digests
+        )
         self._watchdog = Watchdog(self._options.watchdog_s)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -190,7 +194,7 @@ class WorkerService:
         keys = [block_key(h) for h in hashes]
         kv = await self._look_up(hashes, keys, len(tokens), generation)
         try:
-            return self._submit(generation, sink, tokens, keys, kv, received_s)
+            return self._submit(generation, sink, tokens, hashes, keys, kv, received_s)
         except BaseException:
             if kv is not None and self._tiers is not None:
                 self._tiers.release(kv)
@@ -201,6 +205,7 @@ class WorkerService:
         generation: Generation,
         sink: Sink,
         tokens: Sequence[int],
+        hashes: Sequence[bytes],
         keys: Sequence[BlockKey],
         kv: Mapping[str, Any] | None,
         received_s: float,
@@ -224,6 +229,7 @@ class WorkerService:
                     priority=generation.priority,
                     dp_rank=generation.dp_rank,
                     kv=kv,
+                    block_hashes=hashes,
                 )
             )
         except EngineDead as exc:
@@ -472,6 +478,13 @@ class WorkerService:
         self._load_timer = None
         self._publish(self._due_loads())
 
+    def _tell_digests(self) -> None:
+        """So that routers see whether they know what the engine holds."""
+        self._digest_timer = self._loop.call_later(
+            self._options.digest_interval_s, self._tell_digests
+        )
+        self._publish(self._mirror.digests())
+
     def _on_death(self, dead: EngineDead) -> None:
         if self.dead.done():
             return
@@ -495,6 +508,7 @@ class WorkerService:
         """Stops the timers."""
         if self._load_timer is not None:
             self._load_timer.cancel()
+        self._digest_timer.cancel()
         for live in self._live.values():
             if live.timer is not None:
                 live.timer.cancel()

@@ -1,4 +1,4 @@
-"""The engine port, held by the fake and by real vLLM in both of its modes.
+"""The engine port, held by the fake, the simulator, and real vLLM in both of its modes.
 
 The real engines run a tiny context-sensitive model in float32, in which greedy text is exact.
 """
@@ -26,6 +26,8 @@ from services.worker.config import WorkerSettings
 from services.worker.core.blocks import BlockMirror
 from services.worker.core.model import FinishReason, Sampling
 from services.worker.engines.port import Engine, EngineDead, EngineLoad, EngineRequest, Output, Step
+from services.worker.engines.sim.engine import SimEngine
+from services.worker.engines.sim.folder import simulated_model
 from services.worker.engines.vllm import open_vllm
 from tests.fakes.engine import open_fake_engine
 from tests.models import EOS_ID, HEAD_DIM, HEADS, HIDDEN, VOCAB_SIZE, default_cache_dir, tiny_model
@@ -157,12 +159,33 @@ def write_adapter(folder: Path) -> Path:
     return folder
 
 
+def simulated(adapter: Path, links: Path) -> SimEngine:
+    settings = WorkerSettings(
+        model=str(tiny_model(default_cache_dir())),
+        max_model_len=MAX_LEN,
+        engine="sim",
+        adapters={"twist": str(adapter)},
+        adapter_root=str(links),
+        sim_speedup=10,
+        sim_output_tokens=0,
+        engine_args={
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": TOTAL_BLOCKS,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 32,
+        },
+    )
+    model = simulated_model(settings)
+    return SimEngine(model.profile, model.config, model.vocabulary, speedup=settings.sim_speedup)
+
+
 @pytest_asyncio.fixture(
     loop_scope="module",
     scope="module",
     # vLLM freezes its view of the environment when an engine starts in this process: that one last.
     params=[
         "fake",
+        "sim",
         pytest.param("async", marks=REAL),
         pytest.param("inprocess", marks=REAL),
     ],
@@ -178,6 +201,9 @@ async def engine(request, tmp_path_factory) -> AsyncIterator[Harness]:
                     adapters=[Adapter("twist", str(folder))],
                 )
             )
+        elif request.param == "sim":
+            made = simulated(folder, tmp_path_factory.mktemp("links"))
+            stack.callback(made.close)
         else:
             saved = dict(os.environ)
             stack.callback(lambda: (os.environ.clear(), os.environ.update(saved)))
@@ -409,8 +435,8 @@ async def test_prompt_logprobs_come_once_for_all_but_the_first(engine: Harness) 
 
 
 async def test_penalties_and_truncation_are_passed_on(engine: Harness) -> None:
-    if engine.name == "fake":
-        pytest.skip("the fake has no distribution to shape")
+    if engine.name in ("fake", "sim"):
+        pytest.skip("it has no distribution to shape")
     loop = replace(GREEDY, max_tokens=40, allowed_token_ids=(101, 202, 303, 404))
     plain = tokens(await engine.run(prompt(40), loop))
     for penalty in ("presence_penalty", "frequency_penalty"):
@@ -460,7 +486,7 @@ async def test_mirror_foretells_hits_through_duplicates_and_evictions(engine: Ha
     assert hits > 0
     if engine.name == "inprocess":
         assert engine.keys() == await engine.engine.call(pool_keys)
-    elif engine.name == "fake":
+    elif engine.name in ("fake", "sim"):
         assert engine.keys() == engine.engine.held
 
 
@@ -532,7 +558,7 @@ async def test_a_failed_engine_says_so(engine: Harness) -> None:
 
     id = engine.submit(prompt(40), replace(GREEDY, max_tokens=900, ignore_eos=True))
     await engine.until(lambda: bool(engine.outputs.get(id)))
-    if engine.name == "fake":
+    if engine.name in ("fake", "sim"):
         engine.engine.die("a test broke this step")
     else:
         await engine.engine.call(fail)

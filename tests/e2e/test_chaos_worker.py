@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -39,13 +40,22 @@ def body(i: int, **extra: Any) -> dict[str, Any]:
 
 
 async def start_streams(
-    client: httpx.AsyncClient, bodies: list[dict[str, Any]]
+    client: httpx.AsyncClient, bodies: list[dict[str, Any]], workers: Sequence[str] = ()
 ) -> tuple[list[asyncio.Task[StreamResult]], list[StreamResult]]:
-    """Streams of which each has shown some tokens; their live results in the same order."""
+    """Streams of which each has shown some tokens; their live results in the same order.
+
+    `workers`: dealt to these in turn, wherever the router would place them.
+    """
     live: dict[int, StreamResult] = {}
     tasks = [
         asyncio.create_task(
-            stream(client, CHAT, b, on_chunk=lambda result, i=i: live.__setitem__(i, result))
+            stream(
+                client,
+                CHAT,
+                b,
+                on_chunk=lambda result, i=i: live.__setitem__(i, result),
+                headers={"x-forebay-worker": workers[i % len(workers)]} if workers else {},
+            )
         )
         for i, b in enumerate(bodies)
     ]
@@ -208,9 +218,10 @@ async def test_freeze_and_thaw_a_worker(
     other = {"worker-0": "worker-1", "worker-1": "worker-0"}[holder]
     blocks = (await router.workers())[holder].indexed_blocks
     assert blocks > 0
-    tasks, live = await start_streams(client, [body(i) for i in range(STREAMS)])
+    bodies = [body(i) for i in range(STREAMS)]
+    tasks, live = await start_streams(client, bodies, [holder, other])
     frozen = [i for i, r in enumerate(live) if r.worker == holder]
-    assert frozen
+    assert len(frozen) == STREAMS // 2
     cluster[holder].freeze()
     suspect = await until(
         router.workers,

@@ -12,7 +12,7 @@ from services.common.cards import Instance, InstanceKind
 from services.common.ids import new_id, new_incarnation
 from services.common.rpc.server import SERVER_OPTIONS
 
-Answer = pb.RouteResponse | pb.RouteFailure | None
+Answer = pb.RouteResponse | pb.RouteFailure | pb.RouteWaiting | None
 Decide = Callable[[pb.RouteRequest], Answer]
 
 
@@ -51,6 +51,12 @@ class FakeRouter(pb_grpc.RouterServiceServicer):
         self.incarnation = new_incarnation()
         self.requests: list[pb.RouteRequest] = []
         self.releases: list[pb.ReleasePlacement] = []
+        self.cancels: list[int] = []
+        """Numbers of questions taken back."""
+        self.later: asyncio.Event | None = None
+        """A question that waits is asked again when this is set; until then there are signs of
+        life."""
+        self.signs = 0
         self.issued: list[str] = []
         """Attempt ids given out."""
         self.streams = 0
@@ -97,6 +103,10 @@ class FakeRouter(pb_grpc.RouterServiceServicer):
                 self.releases.append(message.release)
                 self.changed.set()
                 continue
+            if message.HasField("cancel"):
+                self.cancels.append(message.correlation_id)
+                self.changed.set()
+                continue
             self.requests.append(message.route)
             self.changed.set()
             answer = self.decide(message.route)
@@ -104,5 +114,18 @@ class FakeRouter(pb_grpc.RouterServiceServicer):
             if isinstance(answer, pb.RouteResponse):
                 self.issued.append(answer.attempt_id)
                 yield pb.RouteStreamResponse(correlation_id=number, placement=answer)
+            elif isinstance(answer, pb.RouteWaiting):
+                yield pb.RouteStreamResponse(correlation_id=number, waiting=answer)
+                while self.later is not None and not self.later.is_set():
+                    self.signs += 1
+                    self.changed.set()
+                    await asyncio.sleep(0.1)
+                    waiting = pb.RouteWaiting()
+                    yield pb.RouteStreamResponse(correlation_id=number, waiting=waiting)
+                if self.later is not None:
+                    placed = self.decide(message.route)
+                    assert isinstance(placed, pb.RouteResponse)
+                    self.issued.append(placed.attempt_id)
+                    yield pb.RouteStreamResponse(correlation_id=number, placement=placed)
             elif answer is not None:
                 yield pb.RouteStreamResponse(correlation_id=number, failure=answer)

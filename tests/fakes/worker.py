@@ -19,6 +19,7 @@ from services.common.errors import Overloaded
 from services.common.events.codec import snapshot_to_proto
 from services.common.events.model import (
     BlocksCleared,
+    BlocksDigest,
     BlocksRemoved,
     BlocksStored,
     Event,
@@ -125,6 +126,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     def lose(self, batches: int = 1) -> None:
         """The next batches get their numbers but are never sent."""
         self._losing = batches
+
+    def keep_quiet(self, keys: Iterable[int]) -> None:
+        """Blocks become usable, and no event and no number of the stream tells."""
+        self.blocks.update(keys)
+
+    def tell_digest(self) -> None:
+        """What it holds, condensed."""
+        self._publish(BlocksDigest(Tier.G1, *self.digest()))
 
     def digest(self) -> tuple[int, int]:
         """Count and xor of the truth."""

@@ -29,6 +29,8 @@ class Ready:
     address: str
     events_address: str
     metrics_address: str
+    instances: list[dict[str, object]] | None = None
+    """Id and incarnation of each, when the process holds several."""
 
 
 class Process:

@@ -77,7 +77,7 @@ def plan_caches(
     A setting is the option, else the variable FOREBAY_KVBM_*, else the [kvbm] table of the settings
     file, else a small default. Raises UsageError for one that is not a number.
     """
-    if not options.kvbm:
+    if not options.kvbm or options.simulated:
         return CachePlan(None)
     given = _Given(options, os.environ if environ is None else environ)
     state_dir = Path(options.state_dir)

@@ -78,8 +78,11 @@ def closing_words(now: ClusterState, options: UpOptions, *, detached: bool) -> T
     default = options.state_dir == str(config.DEFAULT_STATE_DIR.absolute())
     where = "" if default else f" --state-dir {options.state_dir}"
     end = f"Stop it with: forebay down{where}" if detached else "Ctrl-C stops it."
+    what = now.model
+    if options.simulated:
+        what += f" is SIMULATED by {options.workers} worker(s): its answers are no model's. It"
     return Text(
-        f"\n{now.model} is served at {now.gateway_url}/v1\n\n"
+        f"\n{what} is served at {now.gateway_url}/v1\n\n"
         f"  curl {now.gateway_url}/v1/chat/completions{key} \\\n"
         f"    -H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n\n"

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import msgspec
 
 from services.cli.errors import UsageError
+from services.router.core.policies import PolicyName
 
-POLICIES = ("kv", "round-robin", "random", "least-loaded")
+POLICIES = tuple(PolicyName)
 """Placement policies that a router knows."""
+ENGINES = ("vllm", "sim")
+"""Engines that a worker knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,14 @@ class UpOptions:
     """Longest prompt plus output in tokens."""
     engine_args: str = ""
     """Further engine arguments by name, a JSON object."""
+    engine: str = "vllm"
+    """vllm, or sim: simulated workers, all in one process, without block caches below them."""
+    sim_profile: str = ""
+    """Whose speed simulated engines have; empty: the worker's own default."""
+    sim_speedup: float = 1.0
+    """How many times as fast as that they run."""
+    sim_faults: str = ""
+    """Faults of simulated workers, a JSON list."""
     adapters: str = ""
     """LoRA adapters to serve: NAME=FOLDER, comma-separated."""
     api_keys_file: str = ""
@@ -91,6 +102,14 @@ class UpOptions:
             raise UsageError(
                 f"--policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}"
             )
+        if self.engine not in ENGINES:
+            raise UsageError(f"--engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
+        if not self.simulated and (self.sim_profile or self.sim_faults or self.sim_speedup != 1):
+            raise UsageError("--sim-profile, --sim-speedup and --sim-faults need --engine sim")
+        if self.simulated and (self.float32 or self.kv_cache_gb is not None):
+            raise UsageError(
+                "--float32 and --kv-cache-gb mean nothing to --engine sim, which computes nothing"
+            )
         if self.workers < 1 or self.routers < 1:
             raise UsageError("--workers and --routers must be at least 1")
         for flag, gib in (("cpu", self.cpu_cache_gb), ("disk", self.disk_cache_gb)):
@@ -109,6 +128,11 @@ class UpOptions:
                     f"--engine-args must be a JSON object, not {type(parsed).__name__}; "
                     "for example '{\"max_num_seqs\": 16}'"
                 )
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the workers are simulators."""
+        return self.engine == "sim"
 
     def to_json(self) -> bytes:
         """The form in which it travels."""

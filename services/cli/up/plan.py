@@ -79,23 +79,27 @@ def plan_ports(options: UpOptions, rng: random.Random | None = None) -> Ports:
             gateway=drawn[0],
             gateway_metrics=0,
             routers=((0, 0),) * options.routers,
-            workers=((0, 0, 0),) * options.workers,
+            workers=((0, 0, 0),) * (1 if options.simulated else options.workers),
             etcd=drawn[1] if own_etcd else 0,
             etcd_peer=drawn[2] if own_etcd else 0,
         )
     router, worker = options.router_port, options.worker_port
+    several = options.simulated and options.workers > 1
     ports = Ports(
         gateway=options.gateway_port,
         gateway_metrics=options.gateway_port + 1,
         routers=tuple((router + 10 * i, router + 10 * i + 1) for i in range(options.routers)),
-        workers=tuple(
+        # Simulated workers live in one process: with several, only its figures have a fixed port.
+        workers=((0, 0, worker + 2),)
+        if several
+        else tuple(
             (worker + 10 * i, worker + 10 * i + 1, worker + 10 * i + 2)
             for i in range(options.workers)
         ),
         etcd=options.etcd_port if own_etcd else 0,
         etcd_peer=options.etcd_port + 1 if own_etcd else 0,
         kvbm=(options.kvbm_port, options.kvbm_port + 1, options.kvbm_metrics_port)
-        if options.kvbm
+        if options.kvbm and not options.simulated
         else (0, 0, 0),
     )
     seen: dict[int, PortUse] = {}
@@ -216,7 +220,7 @@ def service_specs(
             f"--metrics-port={metrics}",
             *_engine_flags(options),
             *([f"--kvbm=unix:{caches.socket}"] if caches is not None else []),
-            env=_thread_env(options),
+            env={} if options.simulated else _thread_env(options),
         )
         for i, (port, events, metrics) in enumerate(ports.workers)
     ]
@@ -255,6 +259,13 @@ def _kvbm_flags(options: UpOptions, ports: Ports, caches: Caches) -> tuple[str, 
 
 def _engine_flags(options: UpOptions) -> tuple[str, ...]:
     flags = [f"--model={options.model}", f"--served-model-name={options.served_model_name}"]
+    if options.simulated:
+        flags += ["--engine=sim", f"--sim-workers={options.workers}"]
+        flags.append(f"--sim-speedup={options.sim_speedup:g}")
+        if options.sim_profile:
+            flags.append(f"--sim-profile={options.sim_profile}")
+        if options.sim_faults:
+            flags.append(f"--sim-faults={options.sim_faults}")
     if options.float32:
         flags.append("--dtype=float32")
     if options.kv_cache_gb is not None:

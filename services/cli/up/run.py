@@ -32,6 +32,8 @@ _KILL_AFTER_S = 5.0
 """Time beyond its own drain timeout that a process gets before SIGKILL."""
 _WATCH_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.1
+_NAMED = 5
+"""Missing workers that are named; of more only the number is told."""
 
 
 class StopRequests:
@@ -223,9 +225,10 @@ async def wait_serving(cluster: Cluster, timeout_s: float) -> None:
 async def _missing(now: ClusterState) -> str:
     """What is not there yet, for people; empty when the cluster serves."""
     wanted = {
-        (w.name, w.ready.incarnation)
+        one
         for w in now.of_kind("worker")
         if w.state is ProcessState.READY
+        for one in w.ready.instances or ((w.name, w.ready.incarnation),)
     }
     for router in now.of_kind("router"):
         try:
@@ -235,8 +238,9 @@ async def _missing(now: ClusterState) -> str:
             return f"{router.name} does not answer ({exc.message})"
         ready = {(w.holder.id, w.holder.incarnation) for w in listed.workers if w.state == "ready"}
         if lacking := wanted - ready:
-            names = ", ".join(sorted(name for name, _ in lacking))
-            return f"{router.name} does not see {names}"
+            names = ", ".join(sorted(name for name, _ in lacking)[:_NAMED])
+            more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+            return f"{router.name} does not see {names}{more}"
     if not await is_ok(f"{now.gateway_url}/ready"):
         return f"the gateway at {now.gateway_url} does not say that it is ready"
     return ""

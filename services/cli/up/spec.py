@@ -29,6 +29,8 @@ class Ready:
     events_address: str = ""
     metrics_address: str = ""
     incarnation: int = 0
+    instances: tuple[tuple[str, int], ...] = ()
+    """Id and incarnation of each worker in the process; empty: itself alone."""
 
 
 Probe = Callable[[int], Awaitable[Ready | None]]
@@ -111,6 +113,11 @@ def read_ready(path: Path, pid: int) -> Ready | None:
         events_address=str(said.get("events_address", "")),
         metrics_address=str(said.get("metrics_address", "")),
         incarnation=int(said.get("incarnation", 0)),
+        instances=tuple(
+            (str(i["id"]), int(i["incarnation"]))
+            for i in said.get("instances", ())
+            if isinstance(i, dict) and "id" in i and "incarnation" in i
+        ),
     )
 
 

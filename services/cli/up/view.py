@@ -18,6 +18,8 @@ from services.cli.adapters.rpc import WorkerRow
 from services.cli.kvview import tier_table
 from services.cli.up.spec import ProcessState, ProcessView
 
+_ROWS = 24
+"""Workers that have a row of their own."""
 _STYLES = {
     ProcessState.STARTING: "yellow",
     ProcessState.READY: "green",
@@ -208,7 +210,7 @@ def process_table(views: Sequence[ProcessView], since: dict[str, float] | None =
 
 
 def worker_table(rows: Sequence[WorkerRow]) -> Table:
-    """Workers as a router sees them: cache, load, hit rate."""
+    """Workers as a router sees them: cache, load, hit rate; beyond `_ROWS` they are summed up."""
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     for column in (
         "worker",
@@ -221,7 +223,7 @@ def worker_table(rows: Sequence[WorkerRow]) -> Table:
     ):
         left = column in ("worker", "router says")
         table.add_column(column, justify="left" if left else "right")
-    for row in rows:
+    for row in rows[:_ROWS]:
         hits = row.hit_rate
         table.add_row(
             row.holder.id,
@@ -231,5 +233,16 @@ def worker_table(rows: Sequence[WorkerRow]) -> Table:
             str(row.waiting + row.booked),
             str(row.placements),
             "-" if hits is None else f"{hits:.0%}",
+        )
+    if rest := rows[_ROWS:]:
+        prompts = sum(r.prompt_tokens for r in rest)
+        table.add_row(
+            f"{len(rest)} more",
+            f"{sum(r.state == 'ready' for r in rest)} ready",
+            f"{sum(r.indexed_blocks for r in rest)} of {sum(r.total_blocks for r in rest)}",
+            str(sum(r.running for r in rest)),
+            str(sum(r.waiting + r.booked for r in rest)),
+            str(sum(r.placements for r in rest)),
+            f"{sum(r.cached_tokens for r in rest) / prompts:.0%}" if prompts else "-",
         )
     return table

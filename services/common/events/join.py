@@ -6,6 +6,8 @@ start anew (another incarnation), and bring snapshots of a life that is over. Ru
 - A snapshot is asked for only when the stream has been heard: what follows it then arrives too.
 - While one is awaited, batches are buffered; it is taken when it is of the incarnation heard last.
 - Then the buffered batches newer than it follow. Whatever still lacks means: another snapshot.
+- A publisher whose heartbeats insist on a number below its own snapshot's has lied in one of them,
+  and a consumer may doubt its state for reasons of its own: another snapshot, too.
 """
 
 from __future__ import annotations
@@ -69,8 +71,16 @@ class FollowStats:
     """Batches that were known already."""
     unknown_events: int = 0
     """Events of a kind or tier that this version doesn't know."""
+    lies: int = 0
+    """Times that heartbeats contradicted a snapshot."""
+    doubts: int = 0
+    """Times that the consumer doubted its state: a digest of the publisher's differed."""
     unreadable: int = 0
     """Messages that were no envelope, or another publisher's."""
+
+
+_INSISTENT = 4
+"""Heartbeats with one number: those that were under way before the snapshot are fewer."""
 
 
 class Join:
@@ -91,6 +101,8 @@ class Join:
         """Sequence the consumer's state is at; None: a snapshot is needed."""
         self._buffer: dict[int, Batch] = {}
         self._asked = False
+        self._low = self._insisted = 0
+        """The last heartbeat below `_applied`, and how many in a row have told it."""
 
     @property
     def live(self) -> bool:
@@ -112,8 +124,17 @@ class Join:
         if batch.is_heartbeat:
             if batch.sequence == self._applied:
                 return [Apply(batch)]
-            # A lower number was overtaken by the snapshot.
-            return self._gap() if batch.sequence > self._applied else []
+            if batch.sequence > self._applied:
+                return self._gap()
+            # A lower number was overtaken by the snapshot; unless it stays.
+            self._insisted = self._insisted + 1 if batch.sequence == self._low else 1
+            self._low = batch.sequence
+            if self._insisted < _INSISTENT:
+                return []
+            self._stats.lies += 1
+            # The last word is believed, or no snapshot would ever be new enough.
+            self._heard = batch.sequence
+            return self._recover()
         if batch.sequence <= self._applied:
             self._stats.duplicates += 1
             return []
@@ -146,6 +167,13 @@ class Join:
         self._stats.failed_snapshots += 1
         return self._ask() if self._applied is None else []
 
+    def on_doubt(self) -> list[Instruction]:
+        """The consumer doubts its state: a snapshot is taken."""
+        if self._applied is None:
+            return []
+        self._stats.doubts += 1
+        return self._recover()
+
     def check_invariants(self) -> None:
         """Raises AssertionError when the state contradicts itself."""
         assert len(self._buffer) <= self._max_buffered
@@ -172,7 +200,11 @@ class Join:
 
     def _gap(self) -> list[Instruction]:
         self._stats.gaps += 1
+        return self._recover()
+
+    def _recover(self) -> list[Instruction]:
         self._applied = None
+        self._low = self._insisted = 0
         return [self._hearing(), *self._ask()]
 
     def _hearing(self) -> Heard:

@@ -110,6 +110,18 @@ class TierRate:
     """Always 0: daemons have no ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksDigest:
+    """What the publisher holds at this point of its stream: a count, and the xor of the keys."""
+
+    tier: Tier
+    blocks: int
+    xor: int
+    dp_rank: int = 0
+    namespace: bytes = b""
+    """As in BlocksStored."""
+
+
 Event = (
     BlocksStored
     | BlocksRemoved
@@ -119,6 +131,7 @@ Event = (
     | RequestFinished
     | LoadReport
     | TierRate
+    | BlocksDigest
 )
 
 

@@ -27,17 +27,27 @@ from services.common.events.join import (
 from services.common.events.model import Batch, Snapshot
 from services.common.telemetry.logging import get_logger
 
-__all__ = ["Apply", "FollowStats", "Heard", "Reset", "StreamItem", "follow"]
+__all__ = ["Apply", "FollowStats", "Heard", "Reset", "StreamItem", "allow_streams", "follow"]
 
 RECEIVE_LIMIT = 10_000
 """Messages that ZMQ keeps for us before it stops reading."""
 
+# As plain numbers: enumerations cost as much as what they name.
+_EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+_NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 _BATCHES_AT_ONCE = 64
 """Batches after which others get their turn of the loop."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
+_CALM_S = 5.0
+"""A stream that was whole for so long has forgotten its troubles."""
 
 log = get_logger(__name__)
+
+
+def allow_streams(count: int) -> None:
+    """Lets this process follow so many; by itself ZMQ allows 1,023 sockets. Before the first."""
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, count)
 
 
 async def follow(
@@ -48,13 +58,16 @@ async def follow(
     stats: FollowStats,
     max_buffered: int = 10_000,
     snapshot_timeout_s: float = 10.0,
+    doubted: Callable[[], bool] = lambda: False,
 ) -> AsyncGenerator[StreamItem, None]:
     """Follows the stream of `publisher` at `address` (tcp://host:port), until closed.
 
     First comes Heard, then a Reset as soon as the snapshot is there, then Apply after Apply
     without gaps. When the stream breaks, Heard again until the next Reset. Nothing at all while
     the publisher is silent: how long that may last is the caller's decision. A snapshot that
-    fails or takes longer than `snapshot_timeout_s` is tried again, with growing pauses.
+    fails or takes longer than `snapshot_timeout_s` is tried again, with growing pauses; so are
+    snapshots for a stream that needs one after the other. `doubted` is asked after each item: true
+    means that the consumer has reason to doubt its state, and a snapshot is taken.
     """
     join = Join(stats, max_buffered)
     snapshots = _Snapshots(publisher, take_snapshot, snapshot_timeout_s)
@@ -81,6 +94,12 @@ async def follow(
                     snapshots.start()
                 else:
                     yield instruction
+            if doubted():
+                for instruction in join.on_doubt():
+                    if isinstance(instruction, TakeSnapshot):
+                        snapshots.start()
+                    else:
+                        yield instruction
             if join.live:
                 snapshots.reset()
     finally:
@@ -97,7 +116,9 @@ class _Snapshots:
         self._publisher = publisher
         self._take = take
         self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
         self._pause_s = 0.0
+        self._whole_since: float | None = None
         self.task: asyncio.Task[Snapshot | None] | None = None
 
     @property
@@ -106,6 +127,9 @@ class _Snapshots:
 
     def start(self) -> None:
         """Begins an attempt, after a pause unless it is the first."""
+        if self._whole_since is not None and self._loop.time() - self._whole_since > _CALM_S:
+            self._pause_s = min(self._pause_s, _FIRST_PAUSE_S)
+        self._whole_since = None
         pause_s = self._pause_s * random.uniform(0.5, 1.0)
         self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, self._pause_s * 2))
         self.task = asyncio.create_task(self._fetch(pause_s), name=f"snapshot {self._publisher}")
@@ -117,10 +141,11 @@ class _Snapshots:
         return None if task.cancelled() else task.result()
 
     def reset(self) -> None:
-        """The stream is whole again. The next pause is short, but there is one: a stream that
-        loses batches all the time must not be all snapshots.
+        """The stream is whole. The next pause is short when it has been so for a while: one that
+        loses batches, or lies, all the time must not be all snapshots.
         """
-        self._pause_s = min(self._pause_s, _FIRST_PAUSE_S)
+        if self._whole_since is None:
+            self._whole_since = self._loop.time()
 
     async def _fetch(self, pause_s: float) -> Snapshot | None:
         await asyncio.sleep(pause_s)
@@ -163,19 +188,32 @@ class _Inbox:
         self._socket.setsockopt(zmq.SUBSCRIBE, self._topic)
         self._socket.connect(address)
         self._fd: int = self._socket.getsockopt(zmq.FD)
+        self._waiter: asyncio.Future[None] | None = None
+        self._watched = False
+
+    def _readable(self) -> bool:
+        """Whether a message is there. Asking is what arms ZMQ's descriptor for the next one."""
+        return bool(self._socket.get(_EVENTS) & _POLLIN)  # type: ignore[operator]
+
+    def _wake(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            # Nobody asks now, and the descriptor would call again and again.
+            self._loop.remove_reader(self._fd)
+            self._watched = False
+        elif self._readable():  # it tells of a message more than once
+            self._waiter.set_result(None)
 
     def get(self) -> Batch | None:
         """The next readable batch of our publisher; None when there is none now."""
-        while True:
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
+        while self._readable():
+            topic = part = self._socket.recv(_NOBLOCK)
+            while self._socket.get(_RCVMORE):
+                part = self._socket.recv(_NOBLOCK)
             # Topics are matched by prefix: "w1" brings those of "w10" as well.
-            if parts[0] != self._topic:
+            if topic != self._topic:
                 continue
             try:
-                batch = decode(parts[-1])
+                batch = decode(part)
             except ValueError as exc:
                 self._stats.unreadable += 1
                 log.warning("event message skipped", publisher=self._publisher, why=str(exc))
@@ -183,27 +221,27 @@ class _Inbox:
             if batch.publisher == self._publisher:
                 return batch
             self._stats.unreadable += 1
+        return None
 
     async def wait(self, other: asyncio.Future[Snapshot | None] | None) -> None:
         """Returns when there may be more to get, or `other` is done.
 
         Call only when `get` gave None: ZMQ's descriptor tells changes, not states.
         """
-        readable = self._loop.create_future()
-        self._loop.add_reader(self._fd, _wake, readable)
+        self._waiter = waiter = self._loop.create_future()
+        if not self._watched:
+            # Kept from message to message: a thousand streams bring thousands of them a second.
+            self._loop.add_reader(self._fd, self._wake)
+            self._watched = True
         try:
-            await asyncio.wait(
-                {readable} if other is None else {readable, other},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            if other is None:
+                await waiter
+            else:
+                await asyncio.wait({waiter, other}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._loop.remove_reader(self._fd)
-            readable.cancel()
+            self._waiter = None
+            waiter.cancel()
 
     def close(self) -> None:
+        self._loop.remove_reader(self._fd)
         self._socket.close()
-
-
-def _wake(readable: asyncio.Future[None]) -> None:
-    if not readable.done():
-        readable.set_result(None)

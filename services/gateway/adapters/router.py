@@ -66,6 +66,7 @@ class Routers:
         self._known = asyncio.Event()
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[pb.RouteStreamResponse]] = {}
+        self._timers: dict[int, asyncio.Timeout] = {}
         self._outbox: deque[pb.RouteStreamRequest] = deque()
         self._filled = asyncio.Event()
         self._heard = 0
@@ -152,7 +153,8 @@ class Routers:
         """A router's decision.
 
         Raises NoRouter when none answers in time, else what the router refused with: Overloaded,
-        Unavailable (NO_WORKER), NotFound (MODEL_NOT_FOUND), InvalidRequest.
+        Unavailable (NO_WORKER), NotFound (MODEL_NOT_FOUND), InvalidRequest. A router that lets it
+        wait for room says so, and for how long at most; it is given that time.
         """
         for _ in range(2):
             await self._connected()
@@ -163,7 +165,8 @@ class Routers:
             answer = self._pending[number] = asyncio.get_running_loop().create_future()
             self._post(pb.RouteStreamRequest(correlation_id=number, route=_to_route(ask)))
             try:
-                async with asyncio.timeout(_PATIENCE * self._timeout_s):
+                async with asyncio.timeout(_PATIENCE * self._timeout_s) as timer:
+                    self._timers[number] = timer
                     return _to_placement(await answer)
             except _Lost:
                 continue
@@ -171,6 +174,9 @@ class Routers:
                 raise NoRouter("the router keeps us waiting", reason="ROUTER_TIMEOUT") from None
             finally:
                 self._pending.pop(number, None)
+                self._timers.pop(number, None)
+                if not answer.done() or answer.cancelled():
+                    self._cancel(number)
         raise NoRouter("the router's stream broke twice")
 
     def release(self, placement: Placement, *, unreachable: bool = False) -> None:
@@ -183,6 +189,11 @@ class Routers:
             worker=placement.worker.to_proto(),
         )
         self._post(pb.RouteStreamRequest(correlation_id=next(self._numbers), release=release))
+
+    def _cancel(self, number: int) -> None:
+        """Takes a question back that may be waiting at the router."""
+        if self._state is _State.UP and len(self._outbox) < _MAX_QUEUED:
+            self._post(pb.RouteStreamRequest(correlation_id=number, cancel=pb.CancelRoute()))
 
     async def _connected(self) -> None:
         try:
@@ -225,6 +236,12 @@ class Routers:
     def _take(self, message: pb.RouteStreamResponse) -> None:
         self._heard += 1
         answer = self._pending.get(message.correlation_id)
+        if message.HasField("waiting"):
+            timer = self._timers.get(message.correlation_id)
+            if timer is not None and message.waiting.at_most_ms and not timer.expired():
+                most_s = message.waiting.at_most_ms / 1000 + _PATIENCE * self._timeout_s
+                timer.reschedule(asyncio.get_running_loop().time() + most_s)
+            return
         if answer is not None and not answer.done():
             answer.set_result(message)
         elif message.HasField("placement"):
@@ -286,8 +303,14 @@ def _to_route(ask: Ask) -> pb.RouteRequest:
         prompt_tokens=ask.tokens,
         expected_output_tokens=ask.expected_output,
         tenant=ask.tenant,
-        excluded_workers=sorted(ask.excluded),
+        excluded_workers=sorted(ask.excluded | ask.wishes.excluded),
+        pinned_worker=ask.wishes.worker,
+        pinned_rank=ask.wishes.rank,
+        required_labels=ask.wishes.labels,
+        session_id=ask.wishes.session,
         priority=ask.priority,
+        deadline_ms=ask.deadline_ms,
+        admitted=ask.admitted,
         sequences=ask.sequences,
         traceparent=ask.trace.get("traceparent", ""),
         tracestate=ask.trace.get("tracestate", ""),

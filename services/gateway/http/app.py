@@ -42,9 +42,11 @@ from services.gateway.http.guard import ClientGone, Guard
 from services.gateway.http.health import InstanceView, health
 from services.gateway.http.models import model_list, one_model
 from services.gateway.http.sse import Chunks, stream
+from services.gateway.http.wishes import wishes_of
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.pipeline import Generation, Pipeline, Update
+from services.gateway.ports import NO_WISHES
 from services.gateway.prepare import Caller, Job, prepare_chat, prepare_completion
 
 log = get_logger(__name__)
@@ -295,6 +297,7 @@ class GatewayApp:
         chunks: Any,
         whole: Any,
     ) -> None:
+        wishes = wishes_of(exchange.headers) if self._settings.routing_headers else NO_WISHES
         with self._tracer.start_as_current_span(
             "gateway.request", context=extract(exchange.headers)
         ) as span:
@@ -304,6 +307,7 @@ class GatewayApp:
                 tenant=exchange.tenant.name,
                 tenant_salt=exchange.tenant.salt,
                 trace=inject(),
+                wishes=wishes,
             )
             job = await prepare(caller)
             exchange.model = job.served.name

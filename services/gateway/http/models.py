@@ -15,6 +15,7 @@ def model_object(served: Served) -> dict[str, Any]:
         "object": "model",
         "created": served.card.created_unix_s,
         "owned_by": "forebay",
+        "engine": served.card.engine,
         "root": served.card.model,
         "parent": served.card.model if served.adapter else None,
         "max_model_len": served.card.max_model_len,

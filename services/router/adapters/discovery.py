@@ -10,6 +10,7 @@ from services.common.cards import Instance, InstanceKind
 from services.common.discovery import DiscoveryEvent, Gone, Synced, Up
 from services.common.events.tiers import REMOTE_LABEL
 from services.common.telemetry.logging import get_logger
+from services.common.tenancy import tenants_of
 from services.router.adapters.events import Followers
 from services.router.core.nodes import NodeInfo, NodeTable
 from services.router.core.placement import RouterCore
@@ -48,6 +49,7 @@ def worker_info(instance: Instance) -> WorkerInfo:
         vocab_size=card.vocab_size,
         adapters={a.name: a.path for a in card.adapters},
         labels=dict(instance.labels),
+        tenants=tenants_of(instance.labels),
         role=WorkerRole(instance.role.value),
         draining=instance.draining,
         dp_size=instance.dp_size,

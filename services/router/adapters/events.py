@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +16,14 @@ from services.common.cards import InstanceKind
 from services.common.errors import Unavailable
 from services.common.events.codec import snapshot_from_proto, tier_snapshot_from_proto
 from services.common.events.model import Batch, Snapshot
-from services.common.events.subscriber import Apply, FollowStats, Heard, Reset, follow
+from services.common.events.subscriber import (
+    Apply,
+    FollowStats,
+    Heard,
+    Reset,
+    allow_streams,
+    follow,
+)
 from services.common.rpc.channel import open_channel
 from services.common.rpc.errors import translate
 from services.common.telemetry.logging import get_logger
@@ -25,7 +32,11 @@ from services.router.ports import Clock
 
 log = get_logger(__name__)
 
+MOST_STREAMS = 16_384
+"""Workers and daemons that a router can follow."""
 _RESTART_PAUSE_S = 1.0
+_BLOCKS_AT_ONCE = 2_000
+"""Blocks of a snapshot that are taken over in one go: one or two milliseconds."""
 
 
 class ReadModel(Protocol):
@@ -34,11 +45,14 @@ class ReadModel(Protocol):
     def heard(self, publisher: str, incarnation: int, now: float, /) -> bool:
         """It lives."""
 
-    def reset(self, snapshot: Snapshot, now: float, /) -> bool:
-        """It holds exactly this."""
+    def resetting(self, snapshot: Snapshot, now: float, step: int, /) -> Iterator[bool]:
+        """It holds exactly this; taken over in steps of so many blocks."""
 
     def apply(self, batch: Batch, now: float, /) -> tuple[Outcome, ...]:
         """What is new."""
+
+    def doubted(self, publisher: str, /) -> bool:
+        """Whether its snapshot is called for, because it says to have other blocks."""
 
     def refused(self, publisher: str, incarnation: int, now: float, /) -> bool:
         """It refused a connection."""
@@ -92,10 +106,13 @@ class Followers:
         self._on_outcome = on_outcome
         self._followers: dict[tuple[InstanceKind, str], _Follower] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self.on_news: Callable[[], None] = lambda: None
+        """Called after any news has been taken over: what waits for room may go on."""
         self.stats = FollowStats()
         """Over all streams, ended ones included."""
 
     async def __aenter__(self) -> Followers:
+        allow_streams(MOST_STREAMS)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -166,6 +183,7 @@ class Followers:
                 stats=self.stats,
                 # Waiting for room comes on top of the call's own deadline.
                 snapshot_timeout_s=self._snapshot_timeout_s * 12,
+                doubted=lambda: model.doubted(publisher),
             )
             async with aclosing(stream):
                 async for item in stream:
@@ -175,7 +193,9 @@ class Followers:
                             for outcome in model.apply(batch, now):
                                 self._on_outcome(outcome)
                         case Reset(snapshot=snapshot):
-                            model.reset(snapshot, now)
+                            for _ in model.resetting(snapshot, now, _BLOCKS_AT_ONCE):
+                                # A large one must not keep decisions and others' news waiting.
+                                await asyncio.sleep(0)
                             log.info(
                                 "snapshot taken",
                                 **{kind: publisher},
@@ -185,3 +205,4 @@ class Followers:
                             )
                         case Heard(incarnation=incarnation):
                             model.heard(publisher, incarnation, now)
+                    self.on_news()

@@ -49,7 +49,7 @@ def given_blocks(request: pb.RouteRequest) -> tuple[list[int], int, int]:
             "it is the block size that block_hashes were made with",
             "block_size_tokens",
         )
-    keys = list(request.block_hashes)
+    keys = request.block_hashes[:]
     if len(keys) > tokens // size:
         raise invalid(
             f"block_hashes: {len(keys)} hashes, but {tokens} prompt_tokens have only "
@@ -76,6 +76,21 @@ def placement_message(p: Placement) -> pb.RouteResponse:
     )
 
 
+def milliseconds(seconds: float) -> int:
+    """Seconds as the wire has them, up to about 49 days."""
+    return round(min(max(0.0, seconds) * 1000, 0xFFFF_FFFF))
+
+
+def waiting_message(number: int, predicted_s: float, most_s: float) -> pb.RouteStreamResponse:
+    """The question `number` of a stream waits for room."""
+    return pb.RouteStreamResponse(
+        correlation_id=number,
+        waiting=pb.RouteWaiting(
+            predicted_wait_ms=milliseconds(predicted_s), at_most_ms=milliseconds(most_s)
+        ),
+    )
+
+
 def failure_message(number: int, exc: ForebayError) -> pb.RouteStreamResponse:
     """Why the question `number` of a stream has no placement."""
     retry_s = float(exc.metadata.get("retry_after_s", 0))
@@ -85,7 +100,8 @@ def failure_message(number: int, exc: ForebayError) -> pb.RouteStreamResponse:
             code=exc.code.value[0],
             reason=exc.reason,
             message=exc.message,
-            retry_after_ms=round(retry_s * 1000),
+            retry_after_ms=milliseconds(retry_s),
+            predicted_wait_ms=milliseconds(float(exc.metadata.get("predicted_wait_s", 0))),
         ),
     )
 

@@ -10,10 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.events.model import Tier
 from services.common.events.subscriber import FollowStats
-from services.router.core.answers import IndexStats, NodeSnapshot, Outcome, WorkerSnapshot
+from services.router.core.answers import IndexStats, NodeSnapshot, Outcome
 from services.router.core.lives import Status
 
 _DECISION_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+_WAIT_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _DIFFERENCE_TOKENS = (0, 1, 16, 32, 64, 128, 256, 512, 1024, 4096)
 _ALARM_WINDOW = 200
 """Last outcomes that the alarm looks at."""
@@ -51,6 +52,10 @@ class RouterMetrics:
         self._failed = counter("failed_snapshots", "Snapshots that could not be had.")
         self._overflows = counter("event_overflows", "Buffers overrun while waiting.")
         self._duplicates = counter("duplicate_batches", "Batches that were known already.")
+        self._drifts = counter(
+            "index_drifts", "Publishers' digests that differed from the index; then a snapshot."
+        )
+        self._lies = counter("event_lies", "Heartbeats that contradicted their snapshot.")
         self._workers = gauge("workers", "Workers by state.", "state")
         self._nodes = gauge("kvbm_daemons", "Known kvbm daemons by state.", "state")
         self._tier_blocks = gauge("tier_blocks", "Blocks of all daemons by tier.", "tier")
@@ -58,6 +63,22 @@ class RouterMetrics:
         self._tier_capacity = gauge("tier_capacity_entries", "Most entries daemons may have.")
         self._tier_refused = counter("tier_refused_entries", "Entries beyond that.")
         self._prefetches = counter("prefetch_hints", "Hints to kvbm daemons.", "result")
+        self._waiting = gauge("waiting_requests", "Requests that wait at the router for room.")
+        self._waiting_tokens = gauge("waiting_tokens", "Their prompt tokens.")
+        self._waits = Histogram(
+            "forebay_router_wait_seconds",
+            "Waits at the router that were answered: placed, refused, expired, displaced.",
+            ("result",),
+            buckets=_WAIT_S,
+            registry=registry,
+        )
+        self._cancelled = counter("cancelled_waits", "Waits that their client gave up.")
+        self._overloads = counter(
+            "overload_refusals",
+            "Refused because of the wait, by class of tenant: none, light, heavy (it has more than "
+            "its share of what waits).",
+            "tenant_class",
+        )
         self._streams = gauge("gateway_streams", "RouteStreams that are open.")
         self._bookings = gauge("bookings", "Placements that no event has confirmed; 0 at idle.")
         self._expired = counter("expired_bookings", "Placements that nothing confirmed in time.")
@@ -80,12 +101,34 @@ class RouterMetrics:
             self._workers.labels(status.value).set(0)
             self._nodes.labels(status.value).set(0)
         self._last: dict[str, float] = {}
+        self._results: dict[tuple[str, str], Counter] = {}
         self._window: deque[tuple[int, int]] = deque(maxlen=_ALARM_WINDOW)
 
     def decided(self, policy: str, result: str, seconds: float) -> None:
         """A placement was asked for; `result` is "placed" or the reason why not."""
-        self._decisions.labels(policy, result).inc()
+        counter = self._results.get((policy, result))
+        if counter is None:
+            # Looking up a child by its labels costs more than counting.
+            counter = self._results[policy, result] = self._decisions.labels(policy, result)
+        counter.inc()
         self._decision_s.observe(seconds)
+
+    def waited(self, result: str, seconds: float) -> None:
+        """A request's wait ended: placed, refused, expired, displaced."""
+        self._waits.labels(result).observe(seconds)
+
+    def cancelled(self) -> None:
+        """Nobody waits for a request any more."""
+        self._cancelled.inc()
+
+    def overloaded(self, tenant: str, heavy: bool) -> None:
+        """A request was refused because of the wait."""
+        self._overloads.labels(("heavy" if heavy else "light") if tenant else "none").inc()
+
+    def waiting(self, requests: int, tokens: int) -> None:
+        """So many wait now."""
+        self._waiting.set(requests)
+        self._waiting_tokens.set(tokens)
 
     def stream(self, change: int) -> None:
         """A gateway's stream opened (1) or ended (-1)."""
@@ -112,7 +155,7 @@ class RouterMetrics:
         self,
         index: IndexStats,
         streams: FollowStats,
-        workers: Iterable[WorkerSnapshot],
+        workers: Iterable[Status],
         nodes: Sequence[NodeSnapshot],
         bookings: int,
         expired: int,
@@ -138,11 +181,13 @@ class RouterMetrics:
             ("overflows", self._overflows, streams.overflows),
             ("duplicates", self._duplicates, streams.duplicates),
             ("expired", self._expired, expired),
+            ("drifts", self._drifts, index.drifts),
+            ("lies", self._lies, streams.lies),
         ):
             metric.inc(value - self._last.get(name, 0))
             self._last[name] = value
         for gauge, counts in (
-            (self._workers, Tally(worker.status for worker in workers)),
+            (self._workers, Tally(workers)),
             (self._nodes, Tally(node.status for node in nodes)),
         ):
             for status in Status:

@@ -29,10 +29,22 @@ class Query:
     """Worker ids that will not do."""
     pinned: str = ""
     """If set, the only worker id that will do."""
+    rank: int | None = None
+    """If set, the only data-parallel rank that will do."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels a worker must carry."""
+    tenant: str = ""
+    """On whose account it waits; one with workers of its own is served by these alone."""
+    session: str = ""
+    """Requests of one session shall go to one worker; empty: of none."""
     sequences: int = 1
     """Sequences that will run on the placement."""
+    priority: int = 0
+    """Higher goes first where requests wait."""
+    patience_s: float = float("inf")
+    """Seconds that its client waits on."""
+    admitted: bool = False
+    """Whether it has had its turn: it is placed at once, whatever the wait."""
 
 
 class Bar(StrEnum):
@@ -46,6 +58,9 @@ class Bar(StrEnum):
     UNREACHABLE = "refused a connection"
     EXCLUDED = "excluded by the request"
     NOT_PINNED = "the request is pinned to another worker"
+    OTHER_RANK = "the request is pinned to another data-parallel rank"
+    OTHER_TENANTS = "is reserved for other tenants"
+    NOT_RESERVED = "the request's tenant has workers of its own"
     LABELS = "lacks a label that the request asks for"
     SUSPECT = "silent, and others are there"
     STARTING = "starts anew, and others are there"
@@ -58,6 +73,7 @@ class RefusalKind(StrEnum):
     NO_WORKER = "NO_WORKER"
     WRONG_BLOCK_SIZE = "WRONG_BLOCK_SIZE"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
+    OVERLOADED = "OVERLOADED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +82,20 @@ class Refusal:
 
     kind: RefusalKind
     message: str
+    wait_s: float = 0.0
+    """OVERLOADED: predicted seconds until its prefill would begin."""
+    retry_s: float = 0.0
+    """OVERLOADED: predicted seconds until it would be placed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What keeps the workers busy that a request could run on."""
+
+    wait_s: float
+    """Predicted seconds until one of them begins something new."""
+    tokens_per_s: float
+    """How fast all of them together prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +222,5 @@ class IndexStats:
     """Blocks times daemons that hold them below G1."""
     tier_capacity_entries: int = 0
     tier_refused_entries: int = 0
+    drifts: int = 0
+    """Times so far that a publisher's digest differed from what was known of it."""

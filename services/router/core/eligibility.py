@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.router.core.answers import Bar, Query, Refusal, RefusalKind
 from services.router.core.lives import Status
 from services.router.core.workers import WorkerInfo, WorkerRole
 
 
-def bar_of(info: WorkerInfo, status: Status, query: Query) -> Bar | None:
-    """Why a worker can't take a request; None if it can. Silence alone is no bar."""
+def has_own_workers(query: Query, workers: Iterable[WorkerInfo]) -> bool:
+    """Whether some worker of the model is reserved for the request's tenant."""
+    return any(query.tenant in w.tenants and w.serves(query.model) for w in workers)
+
+
+def bar_of(info: WorkerInfo, status: Status, query: Query, own: bool = False) -> Bar | None:
+    """Why a worker can't take a request; None if it can. Silence alone is no bar.
+
+    `own`: what `has_own_workers` says.
+    """
     if not info.serves(query.model):
         return Bar.OTHER_MODEL
     if query.pinned and info.id != query.pinned:
         return Bar.NOT_PINNED
+    if query.rank is not None and query.rank >= max(1, info.dp_size):
+        return Bar.OTHER_RANK
+    if info.tenants:
+        if query.tenant not in info.tenants:
+            return Bar.OTHER_TENANTS
+    elif own:
+        return Bar.NOT_RESERVED
     if info.id in query.excluded:
         return Bar.EXCLUDED
     if info.role is WorkerRole.PREFILL:
@@ -48,7 +63,11 @@ def refusal(
             f"no worker for {name!r} is known yet; discovery has not been read",
         )
     reasons = bars - {Bar.OTHER_MODEL}
+    # Whose workers they are is no reason, as long as others are there.
+    reasons = reasons - {Bar.OTHER_TENANTS, Bar.NOT_RESERVED} or reasons
     mine = [w for w in workers if w.serves(name)]
+    own = [w for w in mine if query.tenant in w.tenants]
+    mine = own or [w for w in mine if not w.tenants]
     if reasons == {Bar.OTHER_BLOCK_SIZE}:
         sizes = ", ".join(map(str, sorted({w.block_size for w in mine})))
         return Refusal(

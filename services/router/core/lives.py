@@ -16,6 +16,8 @@ _QUARANTINE_S = 0.5
 _LONGEST_QUARANTINE_S = 10.0
 _STRIKES_FORGOTTEN_S = 60.0
 _OLD_LIVES = 8
+_LATE_WORDS_S = 1.0
+"""Words of an ended life may be under way for so long."""
 
 
 class Status(StrEnum):
@@ -127,7 +129,11 @@ class Life:
     def heard(self, incarnation: int, now: float) -> Word:
         """Its stream spoke. A NEXT life has begun by that."""
         if incarnation in self.old_lives:
-            return Word.FORMER
+            if now - self.heard_at <= _LATE_WORDS_S:
+                return Word.FORMER
+            # The one that seems to live is silent: its words were late ones of a former life that
+            # had not been heard before.
+            self.old_lives.remove(incarnation)
         word = Word.PRESENT
         if incarnation != self.incarnation:
             self.begin(incarnation, now)

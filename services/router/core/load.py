@@ -7,12 +7,14 @@ their admissions. Nothing here knows of blocks stored, models or liveness.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 
 from services.common.events.model import LoadReport, RequestAdmitted, RunningRequest
 from services.common.ids import AttemptId
-from services.router.core.inflight import InflightPrefixes, Mates
+from services.router.core.cost import Candidate
+from services.router.core.inflight import InflightPrefixes, Mates, anchored
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,18 @@ class LoadView:
 
 
 @dataclass(frozen=True, slots=True)
+class Decoded:
+    """How fast a request's tokens after its first came, and beside what."""
+
+    tokens: int
+    seconds: float
+    batch: float
+    """Mean number of decodes meanwhile, itself included."""
+    kv_tokens: float
+    """Mean prompt tokens of these."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A request that left an engine; `predicted` is None unless this router placed it."""
 
@@ -48,6 +62,7 @@ class Finished:
     cached_tokens: int
     predicted: int | None
     aborted: bool
+    decoded: Decoded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,8 @@ class PrefillDone:
 
     slot: int
     computed_tokens: int
+    pairs: float
+    """The sum over these of the tokens that each attends to."""
     admitted_at: float | None
     """None when that is not known, or says nothing of the engine's rate."""
 
@@ -82,6 +99,12 @@ class _Request:
     admitted_at: float | None = None
     after_report: bool = True
     onboards: bool = False
+    began: tuple[float, float, float] | None = None
+    """When its first token came, and the slot's decode sums then; None: not seen."""
+
+    @property
+    def pairs(self) -> float:
+        return pairs_of(self.prompt_tokens, self.uncached)
 
 
 @dataclass(slots=True)
@@ -92,7 +115,30 @@ class _Sums:
     booked_tokens: int = 0
     queued_tokens: int = 0
     fresh_tokens: int = 0
+    pairs: float = 0.0
     active_tokens: int = 0
+    active_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Clock:
+    """What a slot's engine does over time."""
+
+    head_since: float = 0.0
+    told_at: float = 0.0
+    decoding_s: float = 0.0
+    """The number of decodes, summed over time."""
+    kv_s: float = 0.0
+    """Their prompt tokens, summed over time."""
+    kv_tokens: int = 0
+    summed_at: float = 0.0
+    queue: dict[AttemptId, None] = field(default_factory=dict)
+    """Admitted requests without a first token, in order."""
+
+
+def pairs_of(prompt_tokens: int, uncached: int) -> float:
+    """Uncached tokens x their mean context: the last tokens of a prompt are the uncached ones."""
+    return uncached * (prompt_tokens - uncached / 2)
 
 
 class LoadBook:
@@ -105,23 +151,30 @@ class LoadBook:
         self._bookings: dict[AttemptId, None] = {}
         self._sums: dict[int, _Sums] = {}
         self._reports: dict[int, LoadReport] = {}
+        self._clocks: dict[int, _Clock] = {}
         self._by_slot: dict[int, set[AttemptId]] = {}
         self._inflight = InflightPrefixes()
         self.expired = 0
         """Bookings that nothing confirmed in time."""
+        self.changed: set[int] = set()
+        """Slots whose load has changed since the caller last emptied this."""
 
     def add_slot(self, slot: int) -> None:
         """Opens a page for a worker."""
         self._sums[slot] = _Sums()
+        self._clocks[slot] = _Clock()
         self._by_slot[slot] = set()
+        self.changed.add(slot)
 
     def remove_slot(self, slot: int) -> None:
         """Forgets a worker and all its requests."""
         for attempt_id in list(self._by_slot.get(slot, ())):
             self._drop(attempt_id)
         self._sums.pop(slot, None)
+        self._clocks.pop(slot, None)
         self._by_slot.pop(slot, None)
         self._reports.pop(slot, None)
+        self.changed.discard(slot)
 
     # Own decisions.
 
@@ -178,8 +231,11 @@ class LoadBook:
 
     # What workers tell.
 
-    def admitted(self, slot: int, event: RequestAdmitted, estimate: Estimate, now: float) -> None:
-        """An engine took a request; the estimate is for one that is booked nowhere here."""
+    def admitted(self, slot: int, event: RequestAdmitted, estimate: Estimate, now: float) -> int:
+        """An engine took a request; the estimate is for one that is booked nowhere here.
+
+        Returns the prompt tokens that it is thought to compute.
+        """
         booked = self._requests.get(event.attempt_id)
         predicted = None
         uncached = max(1, event.prompt_tokens - estimate.cached_tokens)
@@ -199,10 +255,15 @@ class LoadBook:
             admitted_at=now,
             onboards=onboards,
         )
+        clock = self._clocks[slot]
+        if not clock.queue:
+            clock.head_since = now
         self._add(event.attempt_id, request)
+        clock.queue[event.attempt_id] = None
+        return uncached
 
     def first_token(
-        self, slot: int, attempt_id: AttemptId, cached_tokens: int
+        self, slot: int, attempt_id: AttemptId, cached_tokens: int, now: float
     ) -> PrefillDone | None:
         """A request's prefill is over. None if the request is not known."""
         request = self._requests.get(attempt_id)
@@ -213,29 +274,58 @@ class LoadBook:
             or request.booked_until is not None
         ):
             return None
-        sums = self._sums[slot]
-        self._count(sums, request, -1)
-        request.decoding = True
-        self._count(sums, request, 1)
+        self._begin_decode(slot, attempt_id, request, now)
+        self.changed.add(slot)
+        clock = self._clocks[slot]
+        request.began = (now, clock.decoding_s, clock.kv_s)
         # Time spent on loading tells nothing of how fast the engine computes.
         since = None if request.onboards else request.admitted_at
-        return PrefillDone(slot, max(0, request.prompt_tokens - cached_tokens), since)
+        computed = max(0, request.prompt_tokens - cached_tokens)
+        return PrefillDone(slot, computed, pairs_of(request.prompt_tokens, computed), since)
 
     def finished(
-        self, slot: int, attempt_id: AttemptId, cached_tokens: int, aborted: bool
+        self,
+        slot: int,
+        attempt_id: AttemptId,
+        cached_tokens: int,
+        aborted: bool,
+        output_tokens: int,
+        now: float,
     ) -> Finished | None:
         """A request left the engine. None if the request is not known."""
         request = self._requests.get(attempt_id)
         if request is None or request.slot != slot:
             return None
+        clock = self._clocks[slot]
+        self._sum_decodes(slot, now)
+        decoded = None
+        if request.began is not None and output_tokens > 1 and now > request.began[0]:
+            began, decoding_s, kv_s = request.began
+            seconds = now - began
+            decoded = Decoded(
+                output_tokens - 1,
+                seconds,
+                (clock.decoding_s - decoding_s) / seconds,
+                (clock.kv_s - kv_s) / seconds,
+            )
+        if next(iter(clock.queue), None) == attempt_id:
+            clock.head_since = now
         self._drop(attempt_id)
         return Finished(
-            slot, attempt_id, request.prompt_tokens, cached_tokens, request.predicted, aborted
+            slot,
+            attempt_id,
+            request.prompt_tokens,
+            cached_tokens,
+            request.predicted,
+            aborted,
+            decoded,
         )
 
-    def report(self, slot: int, report: LoadReport) -> None:
+    def report(self, slot: int, report: LoadReport, now: float) -> None:
         """How busy an engine says it is, all its earlier events included."""
         self._reports[slot] = report
+        self._clocks[slot].told_at = now
+        self.changed.add(slot)
         sums = self._sums[slot]
         if sums.fresh_tokens:
             for attempt_id in self._by_slot[slot]:
@@ -268,19 +358,47 @@ class LoadBook:
             request.admitted_at = None
             if before is not None:
                 request.predicted = before.predicted
+                request.began = before.began
                 if before.booked_until is None:
                     request.admitted_at = before.admitted_at
             if running.decoding:
-                sums = self._sums[slot]
-                self._count(sums, request, -1)
-                request.decoding = True
-                self._count(sums, request, 1)
+                self._begin_decode(slot, event.attempt_id, request, now)
         if report is not None:
-            self.report(slot, report)
+            self.report(slot, report, now)
         else:
             self._reports.pop(slot, None)
+            self.changed.add(slot)
 
     # Questions.
+
+    def fill(self, candidate: Candidate) -> None:
+        """Writes a worker's load into what policies see of it."""
+        slot = candidate.slot
+        sums, clock = self._sums[slot], self._clocks[slot]
+        queued = sums.queued_tokens + sums.booked_tokens
+        candidate.active_requests = sums.booked + sums.queued + sums.decoding
+        candidate.decoding = sums.decoding
+        candidate.active_tokens = sums.active_tokens
+        candidate.active_blocks = sums.active_blocks
+        candidate.queued_requests = sums.booked + sums.queued
+        candidate.queued_tokens = queued
+        candidate.queued_pairs = sums.pairs
+        head = next(iter(clock.queue), None)
+        request = None if head is None else self._requests[head]
+        candidate.head_tokens = 0 if request is None else request.uncached
+        candidate.head_pairs = 0.0 if request is None else request.pairs
+        candidate.head_since = clock.head_since
+        report = self._reports.get(slot)
+        candidate.told_share = candidate.fresh_share = 0.0
+        candidate.told_at = inf
+        if report is not None:
+            candidate.told_at = clock.told_at
+            if queued:
+                fresh = sums.fresh_tokens
+                told = min(sums.queued_tokens - fresh, report.pending_prefill_tokens)
+                candidate.told_share = told / queued
+                candidate.fresh_share = (fresh + sums.booked_tokens) / queued
+        candidate.settle()
 
     def view(self, slot: int) -> LoadView:
         """A worker's load now."""
@@ -299,9 +417,14 @@ class LoadBook:
             report=report,
         )
 
-    def mates(self, keys: Sequence[int], limit: int) -> dict[int, Mates]:
-        """Requests in flight that share a prefix with `keys`, by slot; depth is at most `limit`."""
-        return self._inflight.mates(keys, limit)
+    def mates(
+        self, keys: Sequence[int], limit: int, known: Mapping[int, int] | None = None
+    ) -> Mates:
+        """Requests in flight that share a prefix with `keys`, by slot; depth is at most `limit`.
+
+        `known`: blocks that slots have anyhow.
+        """
+        return self._inflight.mates(keys, limit, known or {})
 
     @property
     def bookings(self) -> int:
@@ -317,10 +440,25 @@ class LoadBook:
             assert (request.booked_until is not None) == (attempt_id in self._bookings)
             assert not (request.decoding and request.booked_until is not None)
             self._count(sums[request.slot], request, 1)
-            for key in request.keys:
+            for key in anchored(request.keys):
                 prefixes[key, request.slot] = prefixes.get((key, request.slot), 0) + 1
-        assert sums == self._sums, (sums, self._sums)
+        for slot, mine in self._sums.items():
+            # Pairs are halves of integers, so they add up exactly.
+            assert sums[slot] == mine, (sums[slot], mine)
+            queue = [
+                a
+                for a in self._by_slot[slot]
+                if not self._requests[a].decoding and self._requests[a].booked_until is None
+            ]
+            assert set(queue) == self._clocks[slot].queue.keys()
+            kv = sum(
+                self._requests[a].prompt_tokens
+                for a in self._by_slot[slot]
+                if self._requests[a].decoding
+            )
+            assert kv == self._clocks[slot].kv_tokens
         assert prefixes == self._inflight.counts()
+        self._inflight.check_invariants()
         assert sum(map(len, self._by_slot.values())) == len(self._requests)
 
     def _add(self, attempt_id: AttemptId, request: _Request) -> None:
@@ -332,17 +470,47 @@ class LoadBook:
             self._bookings[attempt_id] = None
         self._count(self._sums[request.slot], request, 1)
         self._inflight.add(request.slot, request.keys)
+        self.changed.add(request.slot)
 
     def _drop(self, attempt_id: AttemptId) -> None:
         request = self._requests.pop(attempt_id)
         self._by_slot[request.slot].discard(attempt_id)
+        clock = self._clocks[request.slot]
+        clock.queue.pop(attempt_id, None)
+        if request.decoding:
+            clock.kv_tokens -= request.prompt_tokens
         self._bookings.pop(attempt_id, None)
         self._count(self._sums[request.slot], request, -1)
         self._inflight.remove(request.slot, request.keys)
+        self.changed.add(request.slot)
+
+    def _begin_decode(
+        self, slot: int, attempt_id: AttemptId, request: _Request, now: float
+    ) -> None:
+        self._sum_decodes(slot, now)
+        sums, clock = self._sums[slot], self._clocks[slot]
+        self._count(sums, request, -1)
+        request.decoding = True
+        self._count(sums, request, 1)
+        clock.kv_tokens += request.prompt_tokens
+        clock.queue.pop(attempt_id, None)
+        # It works on the next one from now on.
+        clock.head_since = now
+
+    def _sum_decodes(self, slot: int, now: float) -> None:
+        """Carries the sums over time on to `now`; called before the decodes change."""
+        clock = self._clocks[slot]
+        passed = max(0.0, now - clock.summed_at)
+        clock.decoding_s += passed * self._sums[slot].decoding
+        clock.kv_s += passed * clock.kv_tokens
+        clock.summed_at = max(clock.summed_at, now)
 
     @staticmethod
     def _count(sums: _Sums, request: _Request, sign: int) -> None:
         sums.active_tokens += sign * request.prompt_tokens
+        sums.active_blocks += sign * max(1, len(request.keys))
+        if not request.decoding:
+            sums.pairs += sign * request.pairs
         if request.booked_until is not None:
             sums.booked += sign * request.sequences
             sums.booked_tokens += sign * request.uncached

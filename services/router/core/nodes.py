@@ -7,12 +7,13 @@ anew has none. Its workers are never touched by that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from services.common.events.model import (
     Batch,
     BlocksCleared,
+    BlocksDigest,
     BlocksRemoved,
     BlocksStored,
     Snapshot,
@@ -21,10 +22,11 @@ from services.common.events.model import (
 )
 from services.common.ids import BlockKey
 from services.router.core.answers import NodeSnapshot, Outcome, TierView
+from services.router.core.doubts import Doubts
 from services.router.core.lives import Life, Liveness, Status, Word
 from services.router.core.tiers import ALL_TIERS, LOWER_TIERS, Holding, Reach, TierSpace
 
-TierEvent = BlocksStored | BlocksRemoved | BlocksCleared | TierRate
+TierEvent = BlocksStored | BlocksRemoved | BlocksCleared | TierRate | BlocksDigest
 _NAMESPACE_BYTES = 32
 _MOST_NAMESPACES = 256
 """Namespaces of one daemon that are kept apart; more are refused."""
@@ -66,6 +68,7 @@ class NodeTable:
         # By storage and namespace: bits of all daemons whose G4 is everybody's.
         self._remotes: dict[tuple[str, bytes], int] = {}
         self._retired: list[tuple[bytes, Holding]] = []
+        self._doubts = Doubts()
         self.refused_blocks = 0
         """Entries refused so far because their daemon had as many as it may."""
         self.events = 0
@@ -135,6 +138,11 @@ class NodeTable:
             self._apply(node, rate)
         return True
 
+    def resetting(self, snapshot: Snapshot, now: float, step: int = 1 << 62) -> Iterator[bool]:
+        """`reset` in one step, which sets of keys make short; yields True, nothing if not known."""
+        if self.reset(snapshot, now):
+            yield True
+
     def apply(self, batch: Batch, now: float) -> tuple[Outcome, ...]:
         """News of a daemon, in order, without gaps. Requests never end here: returns ()."""
         node = self._hear(batch.publisher, batch.incarnation, now)
@@ -161,6 +169,7 @@ class NodeTable:
         for node in gone:
             self._forget_holdings(node, list(node.holdings))
             del self._nodes[node.info.id]
+            self._doubts.forget(node.info.id)
         return [node.info.id for node in gone]
 
     def sweep(self, limit: int) -> bool:
@@ -174,6 +183,15 @@ class NodeTable:
                 if holding.space.unused:
                     self._spaces.pop(namespace, None)
         return bool(self._retired)
+
+    def doubted(self, node_id: str) -> bool:
+        """Whether a daemon's digest said that its blocks are not as known here; asking answers."""
+        return self._doubts.take(node_id)
+
+    @property
+    def drifts(self) -> int:
+        """Digests so far that differed."""
+        return self._doubts.drifts
 
     # Questions.
 
@@ -267,6 +285,9 @@ class NodeTable:
                 holding.remove(tier, keys)
             case BlocksCleared(tier=tier):
                 holding.clear(tier)
+            case BlocksDigest(tier=tier, blocks=blocks, xor=xor):
+                part = event.namespace, tier
+                self._doubts.compare(node.info.id, part, holding.digest(tier), blocks, xor)
             case TierRate(tier=tier):
                 holding.rates[tier] = event
 

@@ -8,13 +8,14 @@ It answers with values, never with exceptions, and holds nothing that its inputs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from services.common.events.model import (
     Batch,
     BlocksCleared,
+    BlocksDigest,
     BlocksRemoved,
     BlocksStored,
     Event,
@@ -27,6 +28,7 @@ from services.common.events.model import (
 )
 from services.common.ids import AttemptId
 from services.router.core.answers import (
+    Backlog,
     Bar,
     IndexStats,
     Outcome,
@@ -38,15 +40,19 @@ from services.router.core.answers import (
     Scored,
     WorkerSnapshot,
 )
+from services.router.core.churn import ChurnBook
 from services.router.core.cost import Candidate, CostModel, Score
-from services.router.core.eligibility import bar_of, refusal
+from services.router.core.doubts import Doubts
+from services.router.core.eligibility import bar_of, has_own_workers, refusal
 from services.router.core.index import PrefixIndex
 from services.router.core.lives import Liveness, Status
 from services.router.core.load import Estimate, LoadBook, PrefillDone
 from services.router.core.nodes import NodeTable
 from services.router.core.onboard import OnboardDefaults, OnboardModel
-from services.router.core.policies import Key, PolicyName, make_policy
+from services.router.core.policies import Ask, PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
+from services.router.core.repeats import RepeatBook
+from services.router.core.sessions import SessionBook, home_of, session_key
 from services.router.core.usable import Prompt, Usable
 from services.router.core.workers import (
     Change,
@@ -55,6 +61,12 @@ from services.router.core.workers import (
     WorkerInfo,
     WorkerTable,
 )
+
+_NEVER = float("inf")
+_MOST_CHOICES = 256
+"""Models and block sizes whose workers are remembered."""
+_MOST_REPEATS = 64
+"""Models whose last placements are remembered."""
 
 
 class Dice(Protocol):
@@ -70,23 +82,46 @@ class CoreConfig:
 
     policy: PolicyName = PolicyName.KV
     cost: CostModel = field(default_factory=CostModel)
+    dynamo_weight: float = 1.0
+    """Weight of prefill blocks in the policy `dynamo`."""
     rates: RateDefaults = field(default_factory=RateDefaults)
     onboard: OnboardDefaults = field(default_factory=OnboardDefaults)
     liveness: Liveness = field(default_factory=Liveness)
     node_blocks: int = 1 << 20
     """Most index entries of one kvbm daemon."""
+    session_wait_s: float = 1.0
+    """A session stays with its worker if its first token comes no later by more than this."""
+    session_ttl_s: float = 3600.0
+    """How long a session is remembered after its last request."""
+    sessions: int = 1 << 16
+    """Most sessions remembered."""
     booking_ttl_s: float = 10.0
     """How long a placement counts as load without the worker's word, in seconds."""
 
 
 @dataclass(slots=True)
-class _Choice:
+class _Page:
+    """A worker's rank, with what policies see of it."""
+
     worker: Worker
     rank: Rank
-    usable: Usable
     candidate: Candidate
-    key: Key = ()
-    score: Score = field(default_factory=Score)
+    below: Usable | None = None
+    """What tiers below G1 bring, for the decision in hand."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Workers in choice for a model and block size, as long as nothing changes."""
+
+    pages: list[_Page]
+    candidates: list[Candidate]
+    tiered: list[_Page]
+    """Those with a daemon below them."""
+    until: float
+    """When the first of them may have been silent for too long."""
+    longest: float
+    """Longest prompt that all of them take."""
 
 
 class RouterCore:
@@ -103,8 +138,15 @@ class RouterCore:
         self._onboard = OnboardModel(config.onboard)
         self._load = LoadBook(config.booking_ttl_s)
         self._rates = RateBook(config.rates)
-        self._policy = make_policy(config.policy, config.cost)
-        self._ranks: dict[int, Rank] = {}
+        self._churn = ChurnBook()
+        self._repeats: dict[str, RepeatBook] = {}
+        self._sessions = SessionBook(config.sessions, config.session_ttl_s)
+        self._policy = make_policy(config.policy, config.cost, config.dynamo_weight)
+        self._kv = config.policy is PolicyName.KV
+        self._pages: dict[int, _Page] = {}
+        self._choices: dict[tuple[str, int, str], _Choice] = {}
+        self._reserved: frozenset[str] = frozenset()
+        self._doubts = Doubts()
         self._synced = False
         self._events = 0
         self._unknown_events = 0
@@ -113,14 +155,18 @@ class RouterCore:
 
     def record(self, info: WorkerInfo, now: float) -> bool:
         """A worker's discovery record came or changed. False if it is of a life that is over."""
+        self._choices.clear()
         change = self._table.record(info, now)
         self._follow(change)
+        self._reserve()
         for rank in change.worker.ranks:
             self._index.set_capacity(rank.slot, change.worker.info.total_blocks)
+            self._churn.set_capacity(rank.slot, change.worker.info.total_blocks)
         return change.worker.info is info
 
     def record_vanished(self, worker_id: str, incarnation: int) -> None:
         """A worker's record went; by itself that removes nobody."""
+        self._choices.clear()
         self._table.record_vanished(worker_id, incarnation)
 
     def synced(self) -> None:
@@ -135,18 +181,27 @@ class RouterCore:
 
     def reset(self, snapshot: Snapshot, now: float) -> bool:
         """A worker holds and runs exactly this. False if it is not known."""
+        return any(list(self.resetting(snapshot, now)))
+
+    def resetting(self, snapshot: Snapshot, now: float, step: int = 1 << 62) -> Iterator[bool]:
+        """`reset` in steps of about `step` blocks; yields True after each, nothing if not known.
+
+        Between them anything may happen but news of this worker's stream. Ends early when that
+        makes the snapshot void.
+        """
         worker = self._hear(snapshot.publisher, snapshot.incarnation, now)
         if worker is None:
-            return False
-        worker.answered(snapshot.sequence)
+            return
         self._unknown_events += snapshot.unknown_parts
-        for rank in worker.ranks:
+        for rank in list(worker.ranks):
             dp_rank = rank.holder.dp_rank
             mine = [part for part in snapshot.blocks if part.dp_rank == dp_rank]
-            blocks: set[int] = set()
-            blocks.update(*(part.keys for part in mine if part.tier is Tier.G1))
+            blocks = [key for part in mine if part.tier is Tier.G1 for key in part.keys]
             self._unknown_events += sum(part.tier is not Tier.G1 for part in mine)
-            self._index.replace(rank.slot, blocks)
+            for _ in self._index.replacing(rank.slot, blocks, step):
+                yield True
+                if self._pages.get(rank.slot) is None:
+                    return
             running = [
                 (r, self._estimate(worker.info, rank.slot, r.admitted, now))
                 for r in snapshot.requests
@@ -154,7 +209,9 @@ class RouterCore:
             ]
             report = snapshot.load if snapshot.load and snapshot.load.dp_rank == dp_rank else None
             self._load.reset(rank.slot, running, report, now)
-        return True
+        worker.answered(snapshot.sequence)
+        self._choices.clear()
+        yield True
 
     def apply(self, batch: Batch, now: float) -> tuple[Outcome, ...]:
         """News of a worker, in order, without gaps. Returns how this router's placements ended."""
@@ -176,11 +233,15 @@ class RouterCore:
             began = [p.admitted_at for p in mine if p.admitted_at is not None]
             # Without tokens it only marks the time.
             tokens = sum(p.computed_tokens for p in mine) if len(began) == len(mine) else 0
-            self._rates.prefills_done(slot, tokens, min(began, default=now), now)
+            pairs = sum(p.pairs for p in mine)
+            since = min(began, default=now)
+            self._rates.prefills_done(slot, len(mine), tokens, pairs, since, now)
+            self._learn(self._pages[slot].candidate)
         return tuple(outcomes)
 
     def refused(self, worker_id: str, incarnation: int, now: float) -> bool:
         """A worker refused a connection: out of choice until heard again. True if that is news."""
+        self._choices.clear()
         return self._table.refused(worker_id, incarnation, now)
 
     def tick(self, now: float) -> list[str]:
@@ -188,72 +249,144 @@ class RouterCore:
         self._load.expire(now)
         changes = self._table.tick(now)
         for change in changes:
+            self._choices.clear()
             self._follow(change)
+            self._doubts.forget(change.worker.info.id)
+        if changes:
+            self._reserve()
+        self._sessions.expire(now)
+        # What one worker taught, its model's others learn now.
+        for page in self._pages.values():
+            self._learn(page.candidate)
         return [change.worker.info.id for change in changes]
 
     def sweep(self, limit: int) -> bool:
         """Frees up to `limit` index entries of whoever went; True while some are left."""
         return self._index.sweep(limit) or self.nodes.sweep(limit)
 
+    def doubted(self, worker_id: str) -> bool:
+        """Whether a worker's digest said that its blocks are not as known here; asking answers.
+
+        Then its snapshot is to be taken.
+        """
+        return self._doubts.take(worker_id)
+
     # Decisions.
 
-    def place(self, query: Query, attempt_id: AttemptId, now: float) -> Placement | Refusal:
-        """Chooses a worker and books the request there under `attempt_id`."""
+    def place(
+        self, query: Query, attempt_id: AttemptId, now: float, max_wait_s: float = _NEVER
+    ) -> Placement | Refusal:
+        """Chooses a worker and books the request there under `attempt_id`.
+
+        Workers where it would wait longer than `max_wait_s` are left out; refuses with OVERLOADED
+        if that leaves none.
+        """
         self._load.expire(now)
+        choice = self._choose(query, now)
+        if isinstance(choice, Refusal):
+            return choice
         prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
-        ranked = self._choose(query, prompt, now)
-        if isinstance(ranked, Refusal):
-            return ranked
-        best = ranked[0]
+        touched = self._write(choice, query, prompt)
+        ask = Ask(now, query.keys, query.block_size or 1, self._lot)
+        best = self._best(self._policy.costs(ask, choice.candidates))
+        if query.session:
+            best = self._home(choice, query, best, now)
+        if choice.candidates[best].queue_s(now) > max_wait_s:
+            free = self._best_within(choice, ask, max_wait_s)
+            if free is None:
+                _wipe(touched)
+                wait_s = min(c.queue_s(now) for c in choice.candidates)
+                return Refusal(
+                    RefusalKind.OVERLOADED,
+                    f"every worker of {query.model!r} is busy for {wait_s:.1f} s",
+                    wait_s,
+                    wait_s - max_wait_s,
+                )
+            best = free
+        page = choice.pages[best]
         self._lot = self._dice.randrange(1 << 62)
-        rank, candidate = best.rank, best.candidate
+        rank, candidate, worker = page.rank, page.candidate, page.worker
+        cached = candidate.g1_tokens + candidate.lower_tokens
+        score = self._policy.score(ask, candidate)
+        placement = Placement(
+            attempt_id,
+            rank.holder,
+            worker.info.address,
+            cached,
+            score.ttft_s,
+            self._policy.name,
+            score,
+            prompt.prefetch(worker.info, page.below) if page.below else None,
+        )
         self._load.book(
             rank.slot,
             attempt_id,
             prompt_tokens=query.prompt_tokens,
-            cached_tokens=candidate.g1_tokens + candidate.lower_tokens,
+            cached_tokens=cached,
             keys=query.keys,
             now=now,
             sequences=query.sequences,
             onboards=candidate.lower_tokens > 0,
         )
+        if self._kv:
+            self._repeated(query.model).placed(prompt.fork, rank.slot, candidate.uncached_tokens)
+        _wipe(touched)
+        if query.session:
+            key = session_key(query.session, query.model, query.tenant)
+            self._sessions.went(key, (rank.holder.id, rank.holder.dp_rank), now)
         self._policy.chosen(rank.slot)
         rank.placements += 1
-        return Placement(
-            attempt_id,
-            rank.holder,
-            best.worker.info.address,
-            candidate.g1_tokens + candidate.lower_tokens,
-            best.score.ttft_s,
-            self._policy.name,
-            best.score,
-            prompt.prefetch(best.worker.info, best.usable),
-        )
+        candidate.placements = rank.placements
+        return placement
 
     def release(self, attempt_id: AttemptId) -> bool:
         """Takes back a placement that never reached its worker. False if it isn't booked now."""
         return self._load.release(attempt_id) is not None
 
-    def explain(self, query: Query, now: float) -> Scorecard | Refusal:
-        """How `place` would decide now; changes nothing."""
-        prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
-        ranked = self._choose(query, prompt, now)
-        if isinstance(ranked, Refusal) and ranked.kind is not RefusalKind.NO_WORKER:
-            return ranked
-        choices = [] if isinstance(ranked, Refusal) else ranked
-        rows = [
-            Scored(c.rank.holder, c.candidate, c.score, i == 0, None, _why_lost(c, choices[0]))
-            for i, c in enumerate(choices)
-        ]
+    def backlog(self, query: Query, now: float) -> Backlog | Refusal:
+        """How busy those are that could take a request."""
+        choice = self._choose(query, now)
+        if isinstance(choice, Refusal):
+            return choice
+        self._refresh()
+        return Backlog(
+            min(c.queue_s(now) for c in choice.candidates),
+            sum(c.prefill_rate for c in choice.candidates),
+        )
+
+    def lane(self, query: Query) -> Hashable:
+        """Equal for requests that may run on the same workers."""
+        too_short = sum(0 < w.info.max_model_len < query.prompt_tokens for w in self._table)
+        labels = frozenset(query.labels.items())
+        return query.model, query.block_size, query.pinned, query.excluded, labels, too_short
+
+    def explain(self, query: Query, now: float, max_wait_s: float = _NEVER) -> Scorecard | Refusal:
+        """How `place` would decide now; changes nothing.
+
+        Where it would refuse since all are busy, the one is shown that it would choose otherwise.
+        """
+        choice = self._choose(query, now)
+        rows: list[Scored] = []
+        if isinstance(choice, Refusal):
+            if choice.kind is not RefusalKind.NO_WORKER:
+                return choice
+        else:
+            prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
+            touched = self._write(choice, query, prompt)
+            ask = Ask(now, query.keys, query.block_size or 1, self._lot)
+            rows = self._rows(choice, ask, query, max_wait_s)
+            _wipe(touched)
         shown = {row.holder for row in rows}
+        chosen = {holder.id for holder in shown}
+        own = self._own(query)
         for worker in self._table:
-            bar = bar_of(worker.info, self._table.status(worker, now), query)
+            bar = bar_of(worker.info, self._table.status(worker, now), query, own)
             bar = bar or (Bar.STARTING if worker.starting else Bar.SUSPECT)
-            rows.extend(
-                Scored(rank.holder, bar=bar, reason=bar.value)
-                for rank in worker.ranks
-                if rank.holder not in shown
-            )
+            for rank in worker.ranks:
+                if rank.holder not in shown:
+                    other = query.rank not in (None, rank.holder.dp_rank)
+                    why = Bar.OTHER_RANK if other and worker.info.id in chosen else bar
+                    rows.append(Scored(rank.holder, bar=why, reason=why.value))
         return Scorecard(self._policy.name, query.prompt_tokens, len(query.keys), tuple(rows))
 
     # Views.
@@ -289,8 +422,12 @@ class RouterCore:
             for rank in worker.ranks
         ]
 
-    def index_stats(self) -> IndexStats:
-        """Figures and digests of the index."""
+    def statuses(self, now: float) -> Iterator[Status]:
+        """How each worker is regarded."""
+        return (self._table.status(worker, now) for worker in self._table)
+
+    def index_stats(self, digests: bool = True) -> IndexStats:
+        """Figures of the index, and digests for each holder if they are wanted."""
         return IndexStats(
             blocks=self._index.blocks,
             entries=self._index.entries,
@@ -302,10 +439,12 @@ class RouterCore:
                 (rank.holder, worker.sequence, self._index.digest(rank.slot))
                 for worker in sorted(self._table, key=lambda w: w.info.id)
                 for rank in worker.ranks
+                if digests
             ),
             tier_entries=self.nodes.entries,
             tier_capacity_entries=self.nodes.capacity,
             tier_refused_entries=self.nodes.refused_blocks,
+            drifts=self._doubts.drifts + self.nodes.drifts,
         )
 
     @property
@@ -324,14 +463,26 @@ class RouterCore:
         self._index.check_invariants()
         self._load.check_invariants()
         self._rates.check_invariants()
+        self._churn.check_invariants()
+        self._sessions.check_invariants()
+        for book in self._repeats.values():
+            book.check_invariants()
         self.nodes.check_invariants()
         slots = {rank.slot: rank for worker in self._table for rank in worker.ranks}
-        assert slots == self._ranks
-        for slot in slots:
-            view = self._load.view(slot)
-            assert min(view.booked, view.queued, view.decoding, view.queued_tokens) >= 0
-            self._index.digest(slot)
-            self._rates.prefill_rate(slot)
+        assert slots == {slot: page.rank for slot, page in self._pages.items()}
+        for slot, page in self._pages.items():
+            c = page.candidate
+            assert not (c.g1_tokens or c.lower_tokens or c.mates or c.repeats or page.below), (
+                "left over"
+            )
+            if slot not in self._load.changed:
+                fresh = replace(c)
+                self._load.fill(fresh)
+                fresh.stale = c.stale
+                assert fresh == c, "a load that nobody wrote down"
+        for choice in self._choices.values():
+            assert all(self._pages.get(page.rank.slot) is page for page in choice.pages)
+            assert not any(page.worker.refused or page.worker.starting for page in choice.pages)
 
     # Inside.
 
@@ -347,72 +498,214 @@ class RouterCore:
             now,
         )
 
-    def _choose(self, query: Query, prompt: Prompt, now: float) -> list[_Choice] | Refusal:
-        """Candidates, the chosen one first."""
+    def _write(self, choice: _Choice, query: Query, prompt: Prompt) -> list[_Page]:
+        """Writes into the candidates what there is to know of them; returns those to be wiped."""
+        pages = self._pages
+        self._refresh()
+        tokens, block_size = query.prompt_tokens, query.block_size or 1
+        for candidate in choice.candidates:
+            candidate.prompt_tokens = tokens
+        touched = []
+        deepest = 0
+        for slot in prompt.slots():
+            page = pages[slot]
+            candidate = page.candidate
+            own = prompt.own(slot)
+            if own > deepest:
+                deepest = own
+            # A last block may be partly filled, and one token is always computed.
+            candidate.g1_tokens = min(own * block_size, max(0, tokens - 1))
+            candidate.mates = prompt.crowd(slot)
+            candidate.warm = True
+            touched.append(page)
+        if deepest and self._kv:
+            prompt.fork = query.keys[deepest - 1]
+            book = self._repeated(query.model)
+            share = book.tokens / len(choice.candidates)
+            for slot, computed in book.at(prompt.fork).items():
+                # Less than a block more is nothing.
+                if computed - share >= block_size and slot in pages and pages[slot].candidate.warm:
+                    pages[slot].candidate.repeats = computed - share
+        for page in choice.tiered:
+            candidate = page.candidate
+            usable = prompt.at(page.worker.info, page.rank.slot, candidate.prefill_rate)
+            overlap = usable.overlap
+            if overlap.lower:
+                candidate.g2_tokens = overlap.g2 * block_size
+                candidate.g3_tokens = overlap.g3 * block_size
+                candidate.g4_tokens = overlap.g4 * block_size
+                candidate.onboard_s = usable.onboard_s
+                candidate.warm = True
+                page.below = usable
+                touched.append(page)
+        return touched
+
+    def _refresh(self) -> None:
+        """Writes into the candidates what has changed of their load."""
+        load, pages = self._load, self._pages
+        if load.changed:
+            for slot in load.changed:
+                load.fill(pages[slot].candidate)
+            load.changed.clear()
+
+    def _best_within(self, choice: _Choice, ask: Ask, max_wait_s: float) -> int | None:
+        """Number of the cheapest of those that begin something new soon enough."""
+        costs = self._policy.costs(ask, choice.candidates)
+        free = [i for i, c in enumerate(choice.candidates) if c.queue_s(ask.now) <= max_wait_s]
+        return free[self._best([costs[i] for i in free])] if free else None
+
+    def _repeated(self, model: str) -> RepeatBook:
+        book = self._repeats.get(model)
+        if book is None:
+            if len(self._repeats) >= _MOST_REPEATS:
+                del self._repeats[next(iter(self._repeats))]
+            book = self._repeats[model] = RepeatBook()
+        return book
+
+    def _best(self, costs: list[float]) -> int:
+        """Number of the cheapest; the lot decides between equal ones."""
+        most = min(costs) + self._policy.tolerance
+        ties = [i for i, cost in enumerate(costs) if cost <= most]
+        return ties[self._lot % len(ties)]
+
+    def _home(self, choice: _Choice, query: Query, best: int, now: float) -> int:
+        """Number of the session's worker, if it is in choice and `best` is not far sooner."""
+        places = [(page.rank.holder.id, page.rank.holder.dp_rank) for page in choice.pages]
+        key = session_key(query.session, query.model, query.tenant)
+        last = self._sessions.place(key, now)
+        home = places.index(last) if last in places else home_of(key, places)
+        wait = _ttft_s(choice.candidates[home], now) - _ttft_s(choice.candidates[best], now)
+        return home if wait <= self._config.session_wait_s else best
+
+    def _rows(self, choice: _Choice, ask: Ask, query: Query, max_wait_s: float) -> list[Scored]:
+        """How each candidate fared, the chosen one first."""
+        costs = self._policy.costs(ask, choice.candidates)
+        best = cheapest = self._best(costs)
+        if query.session:
+            best = self._home(choice, query, best, ask.now)
+        stays = best != cheapest
+        if choice.candidates[best].queue_s(ask.now) > max_wait_s:
+            free = self._best_within(choice, ask, max_wait_s)
+            stays = stays and free is None
+            best = best if free is None else free
+        order = sorted(range(len(costs)), key=lambda i: (i != best, costs[i]))
+        scores = [self._policy.score(ask, c) for c in choice.candidates]
+        return [
+            Scored(
+                choice.pages[i].rank.holder,
+                replace(choice.candidates[i]),
+                scores[i],
+                i == best,
+                None,
+                ""
+                if i == best
+                else f"the session stays with {choice.pages[best].rank.holder.id}"
+                if stays
+                else self._why_lost(i, best, costs, scores, choice),
+            )
+            for i in order
+        ]
+
+    def _why_lost(
+        self, i: int, best: int, costs: list[float], scores: list[Score], choice: _Choice
+    ) -> str:
+        winner = choice.pages[best].rank.holder.id
+        if costs[i] < costs[best] - self._policy.tolerance:
+            return f"its queue is longer than the limit; {winner} is free sooner"
+        if costs[i] <= costs[best] + self._policy.tolerance:
+            return f"level with {winner}; the lot fell on that one"
+        if scores[i].total_s:
+            more = scores[i].total_s - scores[best].total_s
+            return f"{more * 1000:.1f} ms more than {winner}"
+        return f"comes after {winner} in the policy's order"
+
+    def _choose(self, query: Query, now: float) -> _Choice | Refusal:
+        """Who may be chosen; remembered for requests that ask for nothing special."""
+        tenant = query.tenant if query.tenant in self._reserved else ""
+        key = query.model, query.block_size, tenant
+        choice = self._choices.get(key)
+        if choice is None or now > choice.until:
+            anyone = Query(query.model, 1, (), query.block_size, tenant=tenant)
+            present = self._classes(anyone, now)[0]
+            choice = self._choice_of(present) if present else None
+            if choice is not None:
+                if len(self._choices) >= _MOST_CHOICES:
+                    self._choices.clear()
+                self._choices[key] = choice
+        special = query.excluded or query.pinned or query.labels or query.rank is not None
+        if choice is not None and not special and query.prompt_tokens <= choice.longest:
+            return choice
         eligible = self._eligible(query, now)
         if isinstance(eligible, Refusal):
             return eligible
-        block_size = query.block_size or 1
-        choices = []
-        for worker in eligible:
-            for rank in worker.ranks:
-                load = self._load.view(rank.slot)
-                rate = self._rates.prefill_rate(rank.slot)
-                usable = prompt.at(worker.info, rank.slot, rate)
-                overlap = usable.overlap
-                candidate = Candidate(
-                    slot=rank.slot,
-                    prompt_tokens=query.prompt_tokens,
-                    g1_tokens=overlap.g1 * block_size,
-                    g2_tokens=overlap.g2 * block_size,
-                    g3_tokens=overlap.g3 * block_size,
-                    g4_tokens=overlap.g4 * block_size,
-                    mates=usable.mates,
-                    active_requests=load.active,
-                    decoding=load.decoding,
-                    queued_tokens=load.queued_tokens,
-                    active_tokens=load.active_tokens,
-                    prefill_rate=rate,
-                    decode_delay_s=self._rates.decode_delay_s(rate),
-                    onboard_s=usable.onboard_s,
-                )
-                choices.append(_Choice(worker, rank, usable, candidate))
-        for choice, (key, score) in zip(
-            choices, self._policy.rank([c.candidate for c in choices]), strict=True
-        ):
-            choice.key, choice.score = key, score
-        choices.sort(key=lambda c: c.key)
-        ties = sum(1 for c in choices if c.key == choices[0].key)
-        drawn = self._lot % ties
-        choices.insert(0, choices.pop(drawn))
-        return choices
+        return self._choice_of(eligible, query.rank)
+
+    def _choice_of(self, workers: list[Worker], dp_rank: int | None = None) -> _Choice:
+        pages = [
+            self._pages[rank.slot]
+            for worker in workers
+            for rank in worker.ranks
+            if dp_rank is None or rank.holder.dp_rank == dp_rank
+        ]
+        return _Choice(
+            pages,
+            [page.candidate for page in pages],
+            [page for page in pages if page.worker.info.kvbm],
+            min(w.heard_at for w in workers) + self._config.liveness.suspect_after_s,
+            min(w.info.max_model_len or float("inf") for w in workers),
+        )
 
     def _eligible(self, query: Query, now: float) -> list[Worker] | Refusal:
-        """Workers in choice: the first class that has any.
+        """Workers in choice: the first class that has any."""
+        for some in self._classes(query, now):
+            if some:
+                return some
+        own = self._own(query)
+        all_bars = {bar_of(w.info, self._table.status(w, now), query, own) for w in self._table}
+        bars = {bar for bar in all_bars if bar is not None}
+        known = self._table.remembers(query.model, now)
+        return refusal(query, bars, [w.info for w in self._table], known, self._synced)
 
-        First those that are there; then those that are silent or only starting; at last those that
-        refused somebody's connection and have spoken since, for that one may have been cut off.
+    def _classes(self, query: Query, now: float) -> tuple[list[Worker], list[Worker], list[Worker]]:
+        """First those that are there; then those that are silent or only starting; at last those
+        that refused somebody's connection and have spoken since, for that one may have been cut
+        off.
         """
         first: list[Worker] = []
         second: list[Worker] = []
         last: list[Worker] = []
-        bars: set[Bar] = set()
+        own = self._own(query)
         for worker in self._table:
             status = self._table.status(worker, now)
-            bar = bar_of(worker.info, status, query)
+            bar = bar_of(worker.info, status, query, own)
             if bar is None:
                 silent = status is Status.SUSPECT
                 (second if silent or worker.starting else first).append(worker)
-                continue
-            bars.add(bar)
-            if bar is Bar.UNREACHABLE and worker.heard_since_refusal:
+            elif bar is Bar.UNREACHABLE and worker.heard_since_refusal:
                 last.append(worker)
-        if chosen := first or second or last:
-            return chosen
-        known = self._table.remembers(query.model, now)
-        return refusal(query, bars, [w.info for w in self._table], known, self._synced)
+        return first, second, last
+
+    def _own(self, query: Query) -> bool:
+        """Whether the request's tenant has workers of its own."""
+        return query.tenant in self._reserved and has_own_workers(
+            query, (w.info for w in self._table)
+        )
+
+    def _reserve(self) -> None:
+        self._reserved = frozenset[str]().union(*(w.info.tenants for w in self._table))
 
     def _hear(self, worker_id: str, incarnation: int, now: float) -> Worker | None:
+        worker = self._table.get(worker_id)
+        if worker is None:
+            return None
+        if worker.refused or worker.incarnation != incarnation:
+            self._choices.clear()
+        else:
+            # By far the most frequent case, in few words.
+            if now - worker.heard_at > self._config.liveness.suspect_after_s:
+                self._choices.clear()
+            worker.heard_at = now
+            return worker
         change = self._table.heard(worker_id, incarnation, now)
         if change is None:
             return None
@@ -425,14 +718,34 @@ class RouterCore:
             self._index.remove_holder(rank.slot)
             self._load.remove_slot(rank.slot)
             self._rates.remove_slot(rank.slot)
+            self._churn.remove_slot(rank.slot)
             self._policy.forget(rank.slot)
-            self._ranks.pop(rank.slot, None)
+            self._pages.pop(rank.slot, None)
         info = change.worker.info
         for rank in change.added:
             self._index.add_holder(rank.slot, info.total_blocks)
             self._load.add_slot(rank.slot)
             self._rates.add_slot(rank.slot, info.model)
-            self._ranks[rank.slot] = rank
+            self._churn.add_slot(rank.slot, info.model, info.total_blocks)
+            page = _Page(change.worker, rank, Candidate(rank.slot, warm=False))
+            self._pages[rank.slot] = page
+            self._learn(page.candidate)
+
+    def _learn(self, candidate: Candidate) -> None:
+        slot = candidate.slot
+        prefill, decode = self._rates.prefill(slot), self._rates.decode(slot)
+        candidate.request_s = prefill.request_s
+        candidate.token_s = prefill.token_s
+        candidate.pair_s = prefill.pair_s
+        candidate.sequence_s = decode.sequence_s
+        candidate.kv_s = decode.kv_s
+        candidate.settle()
+        self._weigh(candidate)
+
+    def _weigh(self, candidate: Candidate) -> None:
+        most = self._config.cost.most_churn
+        candidate.churn = min(max(self._churn.excess(candidate.slot), -most), most)
+        candidate.stale = True
 
     def _estimate(
         self, info: WorkerInfo, slot: int, event: RequestAdmitted, now: float
@@ -460,22 +773,34 @@ class RouterCore:
                 self._index.remove(slot, keys)
             case BlocksCleared(tier=Tier.G1):
                 self._index.clear(slot)
+            case BlocksDigest(tier=Tier.G1, blocks=blocks, xor=xor):
+                mine = self._index.digest(slot)
+                self._doubts.compare(rank.holder.id, rank.holder.dp_rank, mine, blocks, xor)
             case LoadReport():
-                self._load.report(slot, event)
+                self._load.report(slot, event, now)
             case RequestAdmitted():
                 known = self._load.is_booked(slot, event.attempt_id)
                 estimate = Estimate() if known else self._estimate(info, slot, event, now)
-                self._load.admitted(slot, event, estimate, now)
+                uncached = self._load.admitted(slot, event, estimate, now)
+                self._churn.stored(slot, uncached / info.block_size)
+                self._weigh(self._pages[slot].candidate)
             case RequestFirstToken():
-                done = self._load.first_token(slot, event.attempt_id, event.cached_tokens)
+                done = self._load.first_token(slot, event.attempt_id, event.cached_tokens, now)
                 if done is not None:
                     prefills.append(done)
             case RequestFinished():
                 end = self._load.finished(
-                    slot, event.attempt_id, event.cached_tokens, event.aborted
+                    slot,
+                    event.attempt_id,
+                    event.cached_tokens,
+                    event.aborted,
+                    event.output_tokens,
+                    now,
                 )
                 if end is None or end.aborted:
                     return
+                if (pace := end.decoded) is not None:
+                    self._rates.decoded(slot, pace.tokens, pace.seconds, pace.batch, pace.kv_tokens)
                 rank.prompt_tokens += end.prompt_tokens
                 rank.cached_tokens += end.cached_tokens
                 if end.predicted is not None:
@@ -494,12 +819,16 @@ class RouterCore:
                 self._unknown_events += 1
 
 
-def _why_lost(choice: _Choice, best: _Choice) -> str:
-    if choice is best:
-        return ""
-    if choice.key == best.key:
-        return f"level with {best.rank.holder.id}; the lot fell on that one"
-    if choice.score.total_s:
-        more = choice.score.total_s - best.score.total_s
-        return f"{more * 1000:.1f} ms more than {best.rank.holder.id}"
-    return f"comes after {best.rank.holder.id} in the policy's order"
+def _ttft_s(c: Candidate, now: float) -> float:
+    """Predicted seconds to the first token, whatever the policy."""
+    return c.queue_s(now) + c.prefill_s + min(c.onboard_s, c.lower_tokens * c.token_s)
+
+
+def _wipe(pages: list[_Page]) -> None:
+    """Forgets what was written of one prompt."""
+    for page in pages:
+        candidate = page.candidate
+        candidate.g1_tokens = candidate.g2_tokens = candidate.g3_tokens = candidate.g4_tokens = 0
+        candidate.mates = candidate.repeats = candidate.onboard_s = 0.0
+        candidate.warm = False
+        page.below = None

@@ -46,22 +46,37 @@ class Prompt:
     ) -> None:
         self._keys = keys
         self._block_size = block_size or 1
-        # The engine computes the last token of a prompt at least, and whole blocks only.
-        self._limit = min(len(keys), max(0, prompt_tokens - 1) // self._block_size)
+        # The engine computes the last token of a prompt at least, and whole blocks only; unless the
+        # last key is that of a block partly filled, as engines have it that reuse those.
+        whole = len(keys) * self._block_size <= prompt_tokens
+        full = max(0, prompt_tokens - 1) // self._block_size
+        self._limit = min(len(keys), full if whole else full + 1)
         self._own = index.depths(keys, self._limit)
-        self._mates = load.mates(keys, self._limit)
+        self._mates = load.mates(keys, self._limit, self._own)
         self._walks: dict[int, TierWalk] = {}
         self._nodes = nodes
         self._reaches: dict[tuple[str, bytes], Reach | None] = {}
         self._onboard = onboard
         self._now = now
+        self.fork: int | None = None
+        """Key of the last block that any worker has, once somebody has looked."""
+
+    def slots(self) -> set[int]:
+        """Those that have blocks of the prompt in G1, or requests in flight that share it."""
+        return self._own.keys() | self._mates.depth.keys()
+
+    def own(self, slot: int) -> int:
+        """Blocks that a slot has, or that requests ahead bring before this one's turn comes."""
+        return max(self._own.get(slot, 0), self._mates.depth.get(slot, 0))
+
+    def crowd(self, slot: int) -> float:
+        """Requests in flight there that share the prompt (half of it counts half)."""
+        return self._mates.crowd.get(slot, 0.0)
 
     def at(self, info: WorkerInfo, slot: int, prefill_rate: float) -> Usable:
         """What a worker's rank can use; `prefill_rate` in tokens a second."""
-        mate = self._mates.get(slot)
-        crowd = mate.crowd if mate else 0.0
-        # Requests ahead bring their blocks before this one's turn comes.
-        own = max(self._own.get(slot, 0), mate.depth if mate else 0)
+        crowd = self.crowd(slot)
+        own = self.own(slot)
         reach = self._reach(info) if info.kvbm and own < self._limit else None
         if reach is None:
             return Usable(Overlap(own), 0.0, crowd)

@@ -48,6 +48,8 @@ class WorkerInfo:
     dp_size: int = 1
     kvbm: str = ""
     """Id of the kvbm daemon whose tiers it loads from; empty: none."""
+    tenants: frozenset[str] = frozenset()
+    """Whom it is reserved for; empty: for all that have no workers of their own."""
     namespace: bytes = b""
     """Digest of what gives its blocks' bytes their meaning."""
 

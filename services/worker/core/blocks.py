@@ -10,9 +10,12 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import xor
 
 from services.common.events.model import (
     BlocksCleared,
+    BlocksDigest,
     BlocksRemoved,
     BlocksStored,
     Tier,
@@ -53,6 +56,7 @@ class BlockMirror:
 
     def __init__(self) -> None:
         self._copies: dict[int, Counter[BlockKey]] = {}
+        self._xors: dict[int, int] = {}
         self.unknown_drops = 0
         """Drops of blocks that were never added: a lost or misread event."""
 
@@ -67,6 +71,7 @@ class BlockMirror:
             nonlocal keys
             if keys:
                 events.append(kind(Tier.G1, tuple(keys), rank))
+                self._xors[rank] = reduce(xor, keys, self._xors.get(rank, 0))
                 keys = []
 
         for change in changes:
@@ -74,6 +79,7 @@ class BlockMirror:
             if isinstance(change, AllDropped):
                 flush()
                 held.clear()
+                self._xors[change.dp_rank] = 0
                 events.append(BlocksCleared(Tier.G1, change.dp_rank))
                 continue
             wanted = BlocksStored if isinstance(change, CopiesAdded) else BlocksRemoved
@@ -108,10 +114,18 @@ class BlockMirror:
             TierBlocks(Tier.G1, tuple(held), rank) for rank, held in self._copies.items() if held
         )
 
+    def digests(self) -> list[BlocksDigest]:
+        """All blocks held, condensed; one for each rank that was ever heard of."""
+        return [
+            BlocksDigest(Tier.G1, len(held), self._xors.get(rank, 0), rank)
+            for rank, held in self._copies.items()
+        ]
+
     def __len__(self) -> int:
         return sum(len(held) for held in self._copies.values())
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the mirror contradicts itself."""
-        for held in self._copies.values():
+        for rank, held in self._copies.items():
             assert all(count > 0 for count in held.values()), "a block with no copies is kept"
+            assert reduce(xor, held, 0) == self._xors.get(rank, 0)

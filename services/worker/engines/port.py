@@ -25,6 +25,8 @@ class EngineRequest:
     dp_rank: int | None = None
     kv: Mapping[str, Any] | None = None
     """What a look-up in lower tiers found, for the engine's connector; None: nobody looked."""
+    block_hashes: Sequence[bytes] | None = None
+    """Of the full blocks of `token_ids`, when they are known; None: the engine makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class EngineProfile:
     identity: Mapping[str, str]
     adapters: tuple[Adapter, ...] = ()
     dp_size: int = 1
+    simulated: bool = False
+    """It has no weights, and its text is no model's."""
 
 
 class EngineDead(Exception):

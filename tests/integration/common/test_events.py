@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -267,3 +269,17 @@ async def test_a_taken_port_is_named() -> None:
 async def test_an_advertised_host_is_told() -> None:
     async with open_publisher("0.0.0.0", 0, "w1", 7, advertise_host="w1.example") as pub:
         assert pub.address.startswith("tcp://w1.example:")
+
+
+def test_a_process_may_follow_more_streams_than_zmq_allows_by_itself() -> None:
+    program = (
+        "import resource, zmq; from services.common.events.subscriber import allow_streams;"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE);"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard));"
+        "allow_streams(3000);"
+        "made = [zmq.Context.instance().socket(zmq.SUB) for _ in range(1100)]; print(len(made))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50
+    )
+    assert ran.stdout.strip() == "1100", ran.stderr

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.lifecycle import Lifecycle, Phase
+from services.common.lifecycle import FILES, Lifecycle, Phase
 
 ROOT = Path(__file__).parents[3]
 
@@ -102,3 +103,15 @@ async def test_stop_before_ready_is_not_undone_by_ready() -> None:
 
 async def test_these_tests_run_on_uvloop() -> None:
     assert type(asyncio.get_running_loop()).__module__ == "uvloop"
+
+
+def test_the_soft_limit_of_open_files_is_raised(toy: Callable[[str], Toy]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        service = toy("plain")
+        assert service.line() == "ready uvloop"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    now, _ = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
+    assert now == (FILES if hard == resource.RLIM_INFINITY else min(FILES, hard))

@@ -36,6 +36,36 @@ async def test_what_the_router_is_asked(rig: Any) -> None:
         assert work.client_request_id == answer.headers["x-request-id"]
 
 
+async def test_what_headers_say_of_where_it_runs(rig: Any) -> None:
+    headers = {
+        "x-session-id": "s1",
+        "x-forebay-worker": "w0/2",
+        "x-forebay-exclude": "w7",
+        "x-forebay-labels": "zone=a",
+    }
+    body = completion_body("tiny", PROMPT, max_tokens=1)
+    async with rig() as r:
+        answer = await r.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        route = r.router.requests[0]
+        assert (route.session_id, route.pinned_worker, route.pinned_rank) == ("s1", "w0", 2)
+        assert list(route.excluded_workers) == ["w7"]
+        assert dict(route.required_labels) == {"zone": "a"}
+        await ask(r)
+        route = r.router.requests[1]
+        assert not (route.session_id or route.pinned_worker or route.HasField("pinned_rank"))
+        bad = await r.client.post(
+            "/v1/completions", json=body, headers={"x-forebay-labels": "zone"}
+        )
+        assert bad.status_code == 400
+        assert bad.json()["error"]["param"] == "x-forebay-labels"
+    async with rig(routing_headers=False) as r:
+        answer = await r.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        route = r.router.requests[0]
+        assert not (route.session_id or route.pinned_worker or route.required_labels)
+
+
 async def test_second_turn_hits(rig: Any) -> None:
     """A chat goes by the same tokens as everything else, and its usage tells the truth."""
     async with rig() as r:
@@ -214,3 +244,35 @@ async def test_adapter(rig: Any, tiny_model_path: Any) -> None:
         for path in ("/v1/models/org/lora", "/v1/models/org%2Flora"):
             model = await r.client.get(path)
             assert model.status_code == 200 and model.json()["parent"] == "tiny"
+
+
+async def test_a_request_that_waits_for_room_is_given_the_time_it_was_told(rig: Any) -> None:
+    """Not taken for a silent router, nor for one that keeps us waiting; a client's end is told."""
+    waits = router_pb2.RouteWaiting(predicted_wait_ms=100, at_most_ms=60_000)
+    async with rig(router_timeout_s=20) as r:
+        r.router.decide = lambda q: waits
+        asking = asyncio.create_task(ask(r))
+        await r.router.until(lambda: len(r.router.requests) == 1)
+        assert 0 < r.router.requests[0].deadline_ms <= 600_000
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await r.router.until(lambda: len(r.router.cancels) == 1)
+        assert r.router.streams == 1
+
+
+async def test_patience_grows_with_the_wait(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few timeouts are a router's time for an answer; what it says to need comes on top."""
+    monkeypatch.setattr("services.gateway.adapters.router._PATIENCE", 1)
+    async with rig(router_timeout_s=1.0) as r:
+        instance = r.worker.instance
+        r.router.later = asyncio.Event()
+        r.router.decide = lambda q: router_pb2.RouteWaiting(at_most_ms=60_000)
+        asking = asyncio.create_task(ask(r))
+        # More than a second of signs of life, each a tenth of a second after the one before.
+        await r.router.until(lambda: r.router.signs > 15)
+        r.router.decide = lambda q: choose(q, [instance])
+        r.router.later.set()
+        assert (await asking).status_code == 200
+        assert len(r.router.issued) == 1 and r.router.streams == 1
+        assert not r.router.cancels

@@ -85,6 +85,55 @@ async def sequence_of(router: Router) -> dict[str, int]:
     return {id: w.sequence for id, w in (await router.workers()).items()}
 
 
+async def test_constraints(cluster: Cluster) -> None:
+    await cluster.worker("w0")
+    await cluster.worker("w1", labels={"tenants": "acme+bee", "zone": "b"})
+    router = await cluster.router()
+    await both_ready(router, "w0", "w1")
+
+    async def workers_of(**fields: Any) -> set[str]:
+        return {(await router.route([], 9, **fields)).worker.id for _ in range(8)}
+
+    assert await workers_of(tenant="acme") == {"w1"}
+    assert await workers_of(tenant="bee", required_labels={"zone": "b"}) == {"w1"}
+    assert await workers_of(tenant="other") == await workers_of() == {"w0"}
+    assert await workers_of(pinned_worker="w0", pinned_rank=0) == {"w0"}
+    for fields in (
+        {"tenant": "acme", "pinned_worker": "w0"},
+        {"pinned_worker": "w1"},
+        {"pinned_rank": 7},
+        {"tenant": "acme", "required_labels": {"zone": "c"}},
+    ):
+        error = await failure(router.route([], 9, **fields))
+        assert isinstance(error, Unavailable) and error.reason == "NO_WORKER", fields
+    asked = pb.RouteRequest(model="m", block_size_tokens=16, prompt_tokens=9, tenant="acme")
+    card = await router.stub.Explain(pb.ExplainRequest(request=asked), timeout=5)
+    assert {c.worker.id: (c.eligible, c.reason) for c in card.candidates} == {
+        "w1": (True, ""),
+        "w0": (False, "the request's tenant has workers of its own"),
+    }
+
+
+async def test_sessions(cluster: Cluster) -> None:
+    for id in ("w0", "w1"):
+        await cluster.worker(id)
+    routers = [await cluster.router() for _ in range(2)]
+    for router in routers:
+        await both_ready(router, "w0", "w1")
+    homes = []
+    for i in range(12):
+        ids = {
+            (await router.route([], 9, session_id=f"s{i}")).worker.id
+            for router in routers
+            for _ in range(3)
+        }
+        assert len(ids) == 1, "one worker, whichever router is asked"
+        homes += ids
+    assert set(homes) == {"w0", "w1"}
+    error = await failure(routers[0].route([], 9, session_id="x" * 257))
+    assert isinstance(error, InvalidRequest)
+
+
 @pytest.mark.parametrize("warm", [False, True])
 async def test_a_burst_does_not_herd(cluster: Cluster, warm: bool) -> None:
     """Cases, row 69."""
@@ -141,6 +190,28 @@ async def test_a_gap_is_repaired_by_a_snapshot(cluster: Cluster) -> None:
 
 async def gaps(router: Router) -> int:
     return int((await router.stats()).gaps)
+
+
+async def test_a_worker_that_hides_news_is_found_out_by_its_digest(cluster: Cluster) -> None:
+    w0 = await cluster.worker("w0")
+    router = await cluster.router()
+    await both_ready(router, "w0")
+    w0.store(KEYS)
+    w0.tell_digest()
+    await until("digests", router.digests, {"w0": w0.digest()})
+    taken = (await router.stats()).snapshots
+    w0.keep_quiet([1, 2, 3])
+    w0.store([4])
+    w0.tell_digest()
+    await until("digests", router.digests, {"w0": w0.digest()})
+    stats = await router.stats()
+    assert (stats.gaps, stats.snapshots) == (0, taken + 1)
+
+    async def drifts() -> float | None:
+        figures = await asyncio.to_thread(scrape, router.metrics_address)
+        return figures.get("forebay_router_index_drifts_total")
+
+    await until("drifts", drifts, 1.0)
 
 
 async def test_a_restart_in_place_leaves_no_ghosts(cluster: Cluster) -> None:

@@ -7,6 +7,8 @@ import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import xor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from services.common.errors import ForebayError
 from services.common.events.codec import snapshot_from_proto
 from services.common.events.model import (
     BlocksCleared,
+    BlocksDigest,
     BlocksRemoved,
     BlocksStored,
     Event,
@@ -30,6 +33,7 @@ from services.common.events.model import (
     RequestFinished,
     RequestFirstToken,
     Snapshot,
+    Tier,
 )
 from services.common.events.subscriber import Apply, FollowStats, Reset, follow
 from services.common.lifecycle import Lifecycle
@@ -455,6 +459,8 @@ class Follower:
             self.keys.difference_update(event.keys)
         elif isinstance(event, BlocksCleared):
             self.keys.clear()
+        elif isinstance(event, BlocksDigest):
+            assert event == BlocksDigest(Tier.G1, len(self.keys), reduce(xor, self.keys, 0))
         elif isinstance(event, RequestAdmitted):
             assert event.attempt_id not in self.running
             self.running[event.attempt_id] = event
@@ -470,7 +476,10 @@ class Follower:
 
 async def test_routers_learn_all_of_it_and_late_ones_too() -> None:
     options = {"step_s": 0.002, "total_blocks": 40}
-    async with rig(engine_options=options) as worker, session(worker) as gateway:
+    async with (
+        rig(engine_options=options, digest_interval_s=0.02) as worker,
+        session(worker) as gateway,
+    ):
         early = Follower()
         tasks = [asyncio.create_task(early.run(worker))]
 
@@ -506,6 +515,7 @@ async def test_routers_learn_all_of_it_and_late_ones_too() -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
         assert early.stats.gaps == 0
         assert {f.resets for f in (early, *late)} == {1}
+        assert any(isinstance(e, BlocksDigest) and e.blocks for e in early.events)
         finished = [e for e in early.events if isinstance(e, RequestFinished)]
         assert sorted(e.attempt_id for e in finished) == sorted(f"att-{n}" for n in names)
         for event in finished:

@@ -174,3 +174,33 @@ def test_options_survive_the_way_to_the_daemon() -> None:
     given = options(kv_cache_gb=0.25, restart=False, adapters="a=/x")
     assert UpOptions.from_json(given.to_json()) == given
     assert json.loads(given.to_json())["restart"] is False
+
+
+def test_simulated_workers_share_a_process_and_have_no_caches() -> None:
+    simulated = options(engine="sim", workers=200, sim_speedup=2, sim_faults='[{"kind": "die"}]')
+    ports = plan_ports(simulated)
+    assert (ports.workers, ports.kvbm) == (((0, 0, 8202),), (0, 0, 0))
+    specs = by_name(simulated)
+    assert {s.kind for s in specs.values()} == {"router", "worker", "gateway"}
+    command = specs["worker-0"].command
+    for flag in ("--engine=sim", "--sim-workers=200", "--sim-speedup=2", "--id=worker-0"):
+        assert flag in command
+    assert '--sim-faults=[{"kind": "die"}]' in command
+    assert not any(f.startswith("--sim-profile") for f in command)
+    assert plan_ports(options(engine="sim", workers=1)).workers == ((8200, 8201, 8202),)
+    assert not any("sim" in f for f in by_name(options())["worker-0"].command)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine": "tpu"},
+        {"sim_speedup": 2.0},
+        {"sim_profile": "h100/llama-3.1-8b"},
+        {"engine": "sim", "float32": True},
+        {"engine": "sim", "kv_cache_gb": 1.0},
+    ],
+)
+def test_options_that_mean_nothing_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=r"--(engine|sim-profile|float32)"):
+        options(**changes)

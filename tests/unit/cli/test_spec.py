@@ -20,6 +20,10 @@ def test_a_ready_file_counts_for_its_own_process(tmp_path: Path) -> None:
     path.write_text(json.dumps({**said, "incarnation": 2**63 + 1}))
     assert read_ready(path, 7) == Ready("h:1", "tcp://h:2", "h:3", 2**63 + 1)
     assert read_ready(path, 8) is None
+    several = [{"id": "w.0", "incarnation": 5}, {"id": "w.1", "incarnation": 6}, {}]
+    path.write_text(json.dumps({**said, "instances": several}))
+    ready = read_ready(path, 7)
+    assert ready is not None and ready.instances == (("w.0", 5), ("w.1", 6))
 
 
 def test_tail_is_bounded(tmp_path: Path) -> None:

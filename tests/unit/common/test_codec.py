@@ -21,6 +21,7 @@ from services.common.events.codec import (
 from services.common.events.model import (
     Batch,
     BlocksCleared,
+    BlocksDigest,
     BlocksRemoved,
     BlocksStored,
     Event,
@@ -80,6 +81,7 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(BlocksRemoved, tiers, keys, numbers, spaces),
     st.builds(BlocksCleared, tiers, numbers, spaces),
     st.builds(TierRate, tiers, st.floats(0, 1), st.floats(0, 1), spaces),
+    st.builds(BlocksDigest, tiers, numbers, st.integers(0, 2**64 - 1), numbers, spaces),
     st.builds(RequestAdmitted, attempts, numbers, numbers, keys, numbers),
     st.builds(RequestFirstToken, attempts, numbers, numbers),
     st.builds(RequestFinished, attempts, numbers, numbers, st.booleans(), numbers),

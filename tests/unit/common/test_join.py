@@ -269,3 +269,23 @@ class LossyWorld(RuleBasedStateMachine):
 
 TestLossyWorld = LossyWorld.TestCase
 TestLossyWorld.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_publisher_whose_heartbeats_contradict_its_snapshot_is_asked_again() -> None:
+    join, stats = live_at(9)
+    assert [join.on_batch(batch(5)) for _ in range(3)] == [[], [], []]
+    # Old ones that were under way end with ever higher numbers.
+    assert join.on_batch(batch(6)) == []
+    assert [join.on_batch(batch(6)) for _ in range(2)] == [[], []]
+    assert stats.lies == 0
+    assert join.on_batch(batch(6)) == [Heard(1, 6), TakeSnapshot()]
+    assert stats.lies == 1
+    assert join.on_snapshot(snapshot(6)) == [Reset(snapshot(6))]
+
+
+def test_a_doubt_means_a_snapshot_once() -> None:
+    join, stats = live_at(3)
+    assert join.on_doubt() == [Heard(1, 3), TakeSnapshot()]
+    assert join.on_doubt() == []
+    assert stats.doubts == 1
+    assert not join.live

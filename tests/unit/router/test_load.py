@@ -1,13 +1,15 @@
 """The load book: bookings count at once, expire, are confirmed; sums never go wrong."""
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.common.events.model import LoadReport, RequestAdmitted, RunningRequest
 from services.common.ids import AttemptId, BlockKey
+from services.router.core.cost import Candidate
 from services.router.core.inflight import InflightPrefixes, Mates
-from services.router.core.load import Estimate, Finished, LoadBook, LoadView
+from services.router.core.load import Decoded, Estimate, Finished, LoadBook, LoadView
 
 KEYS = tuple(BlockKey(k) for k in range(6))
 
@@ -43,7 +45,7 @@ def test_a_booking_counts_at_once_and_expires() -> None:
     assert load.expire(14.9) == 0
     assert load.expire(15) == 1
     assert load.view(0) == LoadView()
-    assert load.mates(KEYS, 6) == {}
+    assert load.mates(KEYS, 6) == Mates()
     assert load.expired == 2
 
 
@@ -53,13 +55,13 @@ def test_an_admission_confirms_and_the_end_tells_the_outcome() -> None:
     load.admitted(0, admitted("a", 101), Estimate(0), now=1)
     assert load.view(0) == LoadView(queued=1, queued_tokens=41, active_tokens=101)
     assert load.expire(1000) == 0
-    done = load.first_token(0, AttemptId("a"), 64)
+    done = load.first_token(0, AttemptId("a"), 64, 3)
     assert done is not None and (done.computed_tokens, done.admitted_at) == (37, 1)
     assert load.view(0) == LoadView(decoding=1, active_tokens=101)
-    assert load.first_token(0, AttemptId("a"), 64) is None
-    end = load.finished(0, AttemptId("a"), 64, False)
-    assert end == Finished(0, AttemptId("a"), 101, 64, 60, False)
-    assert load.finished(0, AttemptId("a"), 64, False) is None
+    assert load.first_token(0, AttemptId("a"), 64, 3) is None
+    end = load.finished(0, AttemptId("a"), 64, False, 11, 5)
+    assert end == Finished(0, AttemptId("a"), 101, 64, 60, False, Decoded(10, 2, 1, 101))
+    assert load.finished(0, AttemptId("a"), 64, False, 11, 5) is None
     assert load.view(0) == LoadView()
 
 
@@ -79,7 +81,7 @@ def test_others_requests_count_with_the_estimate() -> None:
     load.admitted(0, admitted("x", 100), Estimate(96), now=0)
     load.admitted(0, admitted("y", 100), Estimate(100), now=0)
     assert load.view(0).queued_tokens == 4 + 1
-    end = load.finished(0, AttemptId("x"), 96, True)
+    end = load.finished(0, AttemptId("x"), 96, True, 0, 1)
     assert end is not None and end.predicted is None and end.aborted
 
 
@@ -95,14 +97,14 @@ def test_the_engines_own_report_bounds_the_queue() -> None:
     load = opened()
     load.admitted(0, admitted("a", 1000), Estimate(0), now=0)
     assert load.view(0).queued_tokens == 1000
-    load.report(0, LoadReport(running_requests=1, pending_prefill_tokens=300))
+    load.report(0, LoadReport(running_requests=1, pending_prefill_tokens=300), 1)
     assert load.view(0).queued_tokens == 300
     load.admitted(0, admitted("b", 50), Estimate(0), now=0)
     assert load.view(0).queued_tokens == 350
     book(load, "c")
     assert load.view(0).queued_tokens == 390
     # An engine that doesn't know its cache yet can't raise what we know to be less.
-    load.report(0, LoadReport(waiting_requests=2, pending_prefill_tokens=9999))
+    load.report(0, LoadReport(waiting_requests=2, pending_prefill_tokens=9999), 2)
     assert load.view(0).queued_tokens == 1050 + 40
 
 
@@ -121,7 +123,7 @@ def test_a_snapshot_replaces_all_but_bookings() -> None:
     view = load.view(0)
     assert (view.booked, view.queued, view.decoding) == (1, 1, 1)
     assert view.queued_tokens == 20 + 40
-    end = load.finished(0, AttemptId("mine"), 64, False)
+    end = load.finished(0, AttemptId("mine"), 64, False, 5, 2)
     assert end is not None and end.predicted == 60
 
 
@@ -143,15 +145,79 @@ def test_several_sequences_of_one_placement() -> None:
     assert (view.booked, view.queued, view.queued_tokens) == (0, 3, 108)
 
 
+class TestQueueOverTime:
+    """What candidates learn of a queue: token 1 ms, so that tokens are milliseconds."""
+
+    def queue(self, load: LoadBook, now: float) -> float:
+        candidate = Candidate(0, token_s=0.001)
+        load.fill(candidate)
+        assert candidate.ahead_tokens(now) == pytest.approx(candidate.queue_s(now) * 1000)
+        return candidate.queue_s(now)
+
+    def test_the_first_request_is_worked_on(self) -> None:
+        load = opened()
+        for name, tokens, now in (("a", 1000, 5.0), ("b", 500, 5.2)):
+            load.admitted(0, admitted(name, tokens), Estimate(0), now=now)
+        assert self.queue(load, 5.2) == pytest.approx(1.3)
+        # The first may be late; the second has not begun for that.
+        assert self.queue(load, 9.0) == pytest.approx(0.5)
+        load.first_token(0, AttemptId("a"), 0, 9.0)
+        assert self.queue(load, 9.1) == pytest.approx(0.4)
+        load.first_token(0, AttemptId("b"), 0, 9.5)
+        assert self.queue(load, 9.5) == 0
+
+    def test_a_queue_begins_when_the_first_request_comes(self) -> None:
+        load = opened()
+        load.admitted(0, admitted("a", 1000), Estimate(0), now=5)
+        load.first_token(0, AttemptId("a"), 0, 6)
+        load.admitted(0, admitted("b", 1000), Estimate(0), now=60)
+        assert self.queue(load, 60) == pytest.approx(1)
+
+    def test_the_next_begins_when_the_first_is_aborted(self) -> None:
+        load = opened()
+        for name in ("a", "b"):
+            load.admitted(0, admitted(name, 1000), Estimate(0), now=0)
+        load.finished(0, AttemptId("a"), 0, True, 0, 0.7)
+        assert self.queue(load, 0.7) == pytest.approx(1)
+
+    def test_an_old_report_says_nothing_of_what_came_later(self) -> None:
+        load = opened()
+        load.report(0, LoadReport(pending_prefill_tokens=0), 0)
+        book(load, "a", now=100, cached=0)
+        load.admitted(0, admitted("b", 1000), Estimate(0), now=100)
+        assert self.queue(load, 100) == pytest.approx(1.1)
+
+    def test_the_report_is_nearer_when_it_tells_of_less(self) -> None:
+        load = opened()
+        load.admitted(0, admitted("a", 1000), Estimate(0), now=0)
+        load.report(0, LoadReport(pending_prefill_tokens=300), 0.1)
+        assert self.queue(load, 0.1) == pytest.approx(0.3)
+        assert self.queue(load, 0.3) == pytest.approx(0.1)
+        book(load, "b", now=1, cached=0)
+        assert self.queue(load, 1) == pytest.approx(0.1)
+
+    def test_paces_are_told_with_the_batch_they_ran_in(self) -> None:
+        load = opened()
+        for name, tokens in (("a", 100), ("b", 300)):
+            load.admitted(0, admitted(name, tokens), Estimate(0), now=0)
+        load.first_token(0, AttemptId("a"), 0, 1)
+        load.first_token(0, AttemptId("b"), 0, 3)
+        end = load.finished(0, AttemptId("a"), 0, False, 41, 5)
+        assert end is not None
+        # Alone for two seconds, then two seconds beside b.
+        assert end.decoded == Decoded(40, 4, 1.5, 250)
+
+
 class TestMates:
     def test_depth_and_crowd(self) -> None:
         prefixes = InflightPrefixes()
         prefixes.add(0, [1, 2, 3, 4])
         prefixes.add(0, [1, 2, 5])
         prefixes.add(1, [1])
-        assert prefixes.mates([1, 2, 3, 9], 4) == {0: Mates(3, 5 / 4), 1: Mates(1, 1 / 4)}
-        assert prefixes.mates([1, 2, 3, 9], 2) == {0: Mates(2, 5 / 4), 1: Mates(1, 1 / 4)}
-        assert prefixes.mates([7], 1) == prefixes.mates([], 0) == {}
+        crowd = {0: 5 / 4, 1: 1 / 4}
+        assert prefixes.mates([1, 2, 3, 9], 4) == Mates({0: 3, 1: 1}, crowd)
+        assert prefixes.mates([1, 2, 3, 9], 2) == Mates({0: 2, 1: 1}, crowd)
+        assert prefixes.mates([7], 1) == prefixes.mates([], 0) == Mates()
         prefixes.remove(0, [1, 2, 3, 4])
         prefixes.remove(0, [1, 2, 5])
         prefixes.remove(1, [1])
@@ -162,7 +228,37 @@ class TestMates:
         chain = list(range(1000))
         prefixes.add(0, chain)
         prefixes.add(0, chain[:500])
-        assert prefixes.mates(chain, 999) == {0: Mates(999, 1.5)}
+        mates = prefixes.mates(chain, 999)
+        assert mates.depth == {0: 999}
+        assert mates.crowd[0] == pytest.approx(1.5, rel=0.02)
+        assert len(prefixes.counts()) < 50
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200), st.integers(1, 9)), max_size=9)
+    )
+    def test_long_prompts_part_where_they_part(self, others: list[tuple[int, int, int]]) -> None:
+        prefixes, chain = InflightPrefixes(), list(range(180))
+        shared: dict[int, list[int]] = {}
+        added = []
+        for i, (slot, length, more) in enumerate(others):
+            keys = [*chain[:length], *range(1000 * (i + 1), 1000 * (i + 1) + more)]
+            prefixes.add(slot, keys)
+            added.append((slot, keys))
+            if length:
+                shared.setdefault(slot, []).append(min(length, 180))
+            prefixes.check_invariants()
+        depth = prefixes.mates(chain, 170).depth
+        assert depth.keys() == shared.keys()
+        for slot, lengths in shared.items():
+            most = min(max(lengths), 170)
+            assert depth[slot] <= most
+            exact = len(lengths) <= 2 or most <= 16
+            assert depth[slot] == most if exact else depth[slot] > most * 0.74
+        for slot, keys in added:
+            prefixes.remove(slot, keys)
+            prefixes.check_invariants()
+        assert not prefixes.counts()
+        assert not prefixes._recent
 
 
 class LoadMachine(RuleBasedStateMachine):
@@ -202,11 +298,11 @@ class LoadMachine(RuleBasedStateMachine):
 
     @rule(id=ids, slot=slots)
     def first_token(self, id: str, slot: int) -> None:
-        self.load.first_token(slot, AttemptId(id), 10)
+        self.load.first_token(slot, AttemptId(id), 10, self.now)
 
     @rule(id=ids, slot=slots)
     def finish(self, id: str, slot: int) -> None:
-        if self.load.finished(slot, AttemptId(id), 10, False):
+        if self.load.finished(slot, AttemptId(id), 10, False, 5, self.now):
             self.booked_at.pop(id, None)
 
     @rule(id=ids)
@@ -216,7 +312,7 @@ class LoadMachine(RuleBasedStateMachine):
 
     @rule(slot=slots, tokens=st.integers(0, 500))
     def report(self, slot: int, tokens: int) -> None:
-        self.load.report(slot, LoadReport(pending_prefill_tokens=tokens))
+        self.load.report(slot, LoadReport(pending_prefill_tokens=tokens), self.now)
 
     @rule(slot=slots, ids=st.sets(ids), decoding=st.booleans())
     def reset(self, slot: int, ids: set[str], decoding: bool) -> None:

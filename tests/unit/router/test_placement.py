@@ -103,12 +103,24 @@ class Rig:
 
     def serve(self, p: Placement, keys: Sequence[int], tokens: int) -> tuple[Outcome, ...]:
         """What an engine does with a request, all at once."""
-        held = {k for k in keys if k in self.core._index._sets}
+        held = {k for k in keys if k in self.core._index._cells}
         cached = p.predicted_cached_tokens
         self.say(p.holder.id, RequestAdmitted(p.attempt_id, tokens, 1, tuple(map(BlockKey, keys))))
         new = tuple(BlockKey(k) for k in keys if k not in held)
         self.say(p.holder.id, BlocksStored(Tier.G1, new), RequestFirstToken(p.attempt_id, cached))
         return self.say(p.holder.id, RequestFinished(p.attempt_id, cached, 1))
+
+    def compute(self, p: Placement, keys: Sequence[int]) -> None:
+        """The same by an engine that has none of it but what the placement says."""
+        mine, tokens = tuple(map(BlockKey, keys)), len(keys) * SIZE + 1
+        cached = p.predicted_cached_tokens
+        self.say(
+            p.holder.id,
+            RequestAdmitted(p.attempt_id, tokens, 1, mine),
+            BlocksStored(Tier.G1, mine[cached // SIZE :]),
+            RequestFirstToken(p.attempt_id, cached),
+            RequestFinished(p.attempt_id, cached, 1),
+        )
 
     def status(self) -> dict[str, Status]:
         return {w.info.id: w.status for w in self.core.workers(self.now)}
@@ -238,6 +250,62 @@ class TestSpread:
                 end = running.pop(0)
                 rig.say(end.holder.id, RequestFinished(end.attempt_id, 256, 50))
         assert max(shares.values()) <= 1.5 * 400 / 4, shares
+
+    @pytest.mark.parametrize("workers", [8, 20])
+    @pytest.mark.parametrize(("shared", "tail", "most"), [(1, 3, 2), (2, 1, 2), (60, 8, 3)])
+    def test_nor_does_it_where_all_are_idle(
+        self, workers: int, shared: int, tail: int, most: float
+    ) -> None:
+        """One request after the other, each over before the next; caches fill evenly all the same.
+
+        A short prefix is copied at once. A long one when it has drawn enough work to pay for that.
+        """
+        rig = Rig(workers=workers, total_blocks=100_000)
+        head = [BlockKey(k) for k in range(500, 500 + shared)]
+        shares: Counter[str] = Counter()
+        for i in range(50 * workers):
+            rig.now += 0.5
+            rig.beat()
+            keys = [*head, *(100_000 + 10 * i + k for k in range(tail))]
+            p = rig.core.place(rig.query(keys), AttemptId(f"a{i}"), rig.now)
+            assert isinstance(p, Placement)
+            shares[p.holder.id] += 1
+            rig.compute(p, keys)
+        rig.core.check_invariants()
+        assert max(shares.values()) <= most * 50, shares
+
+    @pytest.mark.parametrize("busy", [False, True])
+    def test_a_conversation_stays(self, busy: bool) -> None:
+        """Turn by turn, alone in an idle cluster or beside others with the same system prompt."""
+        rig = Rig(workers=8, max_model_len=0)
+        keys: list[int] = list(KEYS)
+        homes = set()
+        for turn in range(60):
+            rig.now += 1
+            rig.beat()
+            p = rig.place(keys)
+            homes.add(p.holder.id)
+            rig.compute(p, keys)
+            keys += [10_000 + 10 * turn + k for k in range(5)]
+            for k in range(6 * busy):
+                other = [*KEYS, *(50_000 + 100 * turn + 10 * k + j for j in range(5))]
+                p = rig.place(other)
+                rig.compute(p, other)
+        assert len(homes) == 1
+
+    def test_so_does_a_long_document(self) -> None:
+        """Short questions about it, one by one: computing it anew would cost far more."""
+        rig = Rig(workers=8, max_model_len=0)
+        document = range(1000, 2000)
+        homes = set()
+        for i in range(100):
+            rig.now += 1
+            rig.beat()
+            keys = [*document, 10_000 + i]
+            p = rig.place(keys)
+            homes.add(p.holder.id)
+            rig.compute(p, keys)
+        assert len(homes) == 1
 
 
 class TestLiveness:
@@ -447,6 +515,54 @@ class TestConstraints:
         assert rig.refusal(pinned="w9") is RefusalKind.NO_WORKER
         assert rig.refusal(excluded=frozenset({"w0", "w1", "w2"})) is RefusalKind.NO_WORKER
 
+    def test_tenants(self) -> None:
+        rig = Rig(workers=1)
+        rig.join("own", 2, tenants=frozenset({"acme", "bee"}))
+        assert {rig.place(tenant="acme").holder.id for _ in range(9)} == {"own"}
+        assert {rig.place().holder.id for _ in range(9)} == {"w0"}
+        assert {rig.place(tenant="other").holder.id for _ in range(9)} == {"w0"}
+        assert rig.refusal(tenant="acme", pinned="w0") is RefusalKind.NO_WORKER
+        assert rig.refusal(tenant="other", pinned="own") is RefusalKind.NO_WORKER
+        assert rig.refusal((), 9000, tenant="acme") is RefusalKind.PROMPT_TOO_LONG
+        assert rig.refusal((), 9000) is RefusalKind.PROMPT_TOO_LONG
+        card = rig.core.explain(rig.query(tenant="acme"), rig.now)
+        assert isinstance(card, Scorecard)
+        assert [row.reason for row in card.workers] == [
+            "",
+            "the request's tenant has workers of its own",
+        ]
+        card = rig.core.explain(rig.query(), rig.now)
+        assert isinstance(card, Scorecard)
+        assert card.workers[1].reason == "is reserved for other tenants"
+        rig.core.record(rig.info("own", 2, tenants=frozenset({"acme"}), draining=True), rig.now)
+        assert rig.refusal(tenant="acme") is RefusalKind.NO_WORKER, "those of others will not do"
+        assert rig.place(tenant="bee").holder.id == "w0", "no longer reserved for it"
+
+    def test_a_tenant_has_workers_of_its_own_by_model(self) -> None:
+        rig = Rig(workers=1)
+        rig.join("own", 2, model="n", tenants=frozenset({"acme"}))
+        assert rig.place(tenant="acme").holder.id == "w0"
+        assert rig.place(tenant="acme", model="n").holder.id == "own"
+        assert rig.refusal(tenant="bee", model="n") is RefusalKind.NO_WORKER
+
+    def test_ranks(self) -> None:
+        rig = Rig(workers=1, dp_size=3)
+        rig.join("w1", 2)
+        pinned = [rig.place(pinned="w0", rank=2).holder for _ in range(5)]
+        assert {(h.id, h.dp_rank) for h in pinned} == {("w0", 2)}
+        assert rig.place(rank=1).holder.dp_rank == 1
+        assert {rig.place(rank=0).holder.id for _ in range(9)} == {"w0", "w1"}
+        assert rig.refusal(pinned="w0", rank=3) is RefusalKind.NO_WORKER
+        assert rig.refusal(pinned="w1", rank=1) is RefusalKind.NO_WORKER
+        card = rig.core.explain(rig.query(pinned="w0", rank=1), rig.now)
+        assert isinstance(card, Scorecard)
+        assert [(row.holder.id, row.holder.dp_rank, row.reason) for row in card.workers] == [
+            ("w0", 1, ""),
+            ("w0", 0, "the request is pinned to another data-parallel rank"),
+            ("w0", 2, "the request is pinned to another data-parallel rank"),
+            ("w1", 0, "the request is pinned to another worker"),
+        ]
+
     def test_role_and_draining(self) -> None:
         rig = Rig(workers=1, role=WorkerRole.PREFILL)
         assert rig.refusal() is RefusalKind.NO_WORKER
@@ -462,6 +578,82 @@ class TestConstraints:
         assert rig.refusal(block_size=16) is RefusalKind.WRONG_BLOCK_SIZE
         assert rig.refusal((), 501) is RefusalKind.PROMPT_TOO_LONG
         assert rig.place((), 500)
+
+
+class TestSessions:
+    def one(self, rig: Rig, session: str = "s", **changes: Any) -> str:
+        rig.now += 1
+        rig.beat()
+        p = rig.place([], 100, session=session, **changes)
+        rig.compute(p, [])
+        return p.holder.id
+
+    @pytest.mark.parametrize("policy", [PolicyName.KV, PolicyName.ROUND_ROBIN])
+    def test_stays_and_is_spread(self, policy: PolicyName) -> None:
+        rig = Rig(workers=4, policy=policy)
+        homes = {s: self.one(rig, s) for s in map(str, range(60))}
+        assert all(self.one(rig, s) == home for s, home in homes.items())
+        assert min(Counter(homes.values()).values()) > 5
+        assert len({self.one(rig, "0", tenant=t) for t in map(str, range(20))}) > 1
+
+    def test_routers_agree_without_a_word(self) -> None:
+        one, other = Rig(workers=4), Rig(workers=0)
+        for i in reversed(range(4)):
+            other.join(f"w{i}", i + 1)
+        sessions = [str(s) for s in range(30)]
+        assert [self.one(one, s) for s in sessions] == [self.one(other, s) for s in sessions]
+
+    def test_newcomers_draw_nobody_away(self) -> None:
+        rig = Rig(workers=2)
+        homes = {s: self.one(rig, s) for s in map(str, range(30))}
+        rig.join("w2", 3)
+        assert all(self.one(rig, s) == home for s, home in homes.items())
+        assert "w2" in {self.one(rig, s) for s in map(str, range(100, 130))}
+        rig.now += 3601
+        rig.core.tick(rig.now)
+        assert len(rig.core._sessions) == 0, "forgotten after its time"
+
+    def test_leaves_one_that_is_out_of_choice_and_stays_where_it_went(self) -> None:
+        rig = Rig(workers=3)
+        home = self.one(rig)
+        rest = frozenset({home})
+        then = self.one(rig, excluded=rest)
+        assert then != home
+        assert self.one(rig) == then
+
+    def test_does_not_wait_at_any_price(self) -> None:
+        rig = Rig(workers=2)
+        home = self.one(rig)
+        rig.say(home, RequestAdmitted(AttemptId("x"), 2000, 1, ()))
+        p = rig.place([], 100, session="s")
+        assert p.holder.id == home, "half a second more"
+        rig.core.release(p.attempt_id)
+        rig.say(home, RequestAdmitted(AttemptId("y"), 40_000, 1, ()))
+        assert rig.place([], 100, session="s").holder.id != home
+
+    def test_the_limit_of_queues_holds_for_sessions(self) -> None:
+        rig = Rig(workers=2)
+        home = self.one(rig)
+        rig.say(home, RequestAdmitted(AttemptId("x"), 2000, 1, ()))
+        query = rig.query([], 100, session="s")
+        card = rig.core.explain(query, rig.now, 0.1)
+        p = rig.core.place(query, AttemptId("a"), rig.now, 0.1)
+        assert isinstance(p, Placement) and p.holder.id != home
+        assert isinstance(card, Scorecard) and card.workers[0].holder == p.holder
+        assert "session" not in card.workers[1].reason
+
+    def test_explained(self) -> None:
+        rig = Rig(workers=2)
+        home = self.one(rig)
+        other = "w1" if home == "w0" else "w0"
+        rig.say(other, BlocksStored(Tier.G1, KEYS))
+        card = rig.core.explain(rig.query(tokens=400, session="s"), rig.now)
+        assert isinstance(card, Scorecard)
+        assert [(row.holder.id, row.chosen) for row in card.workers] == [
+            (home, True),
+            (other, False),
+        ]
+        assert card.workers[1].reason == f"the session stays with {home}"
 
 
 class TestDecisions:

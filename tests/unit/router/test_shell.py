@@ -118,7 +118,9 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 async def test_spans_continue_the_clients_trace() -> None:
     rig = Rig()
-    context = SimpleNamespace(invocation_metadata=lambda: (("traceparent", TRACE),))
+    context = SimpleNamespace(
+        invocation_metadata=lambda: (("traceparent", TRACE),), time_remaining=lambda: None
+    )
     await rig.servicer.Route(REQUEST, context)
     traced = pb.RouteRequest()
     traced.CopyFrom(REQUEST)

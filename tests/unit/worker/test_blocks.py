@@ -5,7 +5,13 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.events.model import BlocksCleared, BlocksRemoved, BlocksStored, Tier
+from services.common.events.model import (
+    BlocksCleared,
+    BlocksDigest,
+    BlocksRemoved,
+    BlocksStored,
+    Tier,
+)
 from services.common.ids import BlockKey
 from services.worker.core.blocks import (
     AllDropped,
@@ -55,6 +61,14 @@ def test_ranks_are_apart() -> None:
         BlocksCleared(Tier.G1, 0),
     ]
     assert [(t.dp_rank, list(t.keys)) for t in mirror.blocks()] == [(1, [1])]
+
+
+def test_the_digest_is_of_what_is_held() -> None:
+    mirror = BlockMirror()
+    mirror.apply([added(1, 2, 4), added(2), added(8, rank=1)])
+    assert mirror.digests() == [BlocksDigest(Tier.G1, 3, 7, 0), BlocksDigest(Tier.G1, 1, 8, 1)]
+    mirror.apply([dropped(2), dropped(1), AllDropped(1), added(16, rank=1)])
+    assert mirror.digests() == [BlocksDigest(Tier.G1, 2, 6, 0), BlocksDigest(Tier.G1, 1, 16, 1)]
 
 
 def test_a_drop_of_nothing_is_counted_and_not_told() -> None:

@@ -52,6 +52,11 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--engine-mode", "fast"), "engine_mode"),
         (("--engine-log-level", "loud"), "engine_log_level"),
         (("--port", "70000"), "port"),
+        (("--engine", "tpu"), "engine"),
+        (("--sim-workers", "0"), "sim_workers"),
+        (("--sim-speedup", "0"), "sim_speedup"),
+        (("--sim-faults", "{}"), "sim_faults"),
+        (("--sim-faults", '[{"kind": "explode"}]'), "sim_faults.*explode"),
     ],
 )
 def test_bad_values_name_the_setting(flags: tuple[str, ...], word: str) -> None:

@@ -4,13 +4,14 @@ there.
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from services.common.cards import Holder
 from services.common.errors import NotFound, Overloaded, Unavailable
 from services.gateway.placement import RoutedPlacer
-from services.gateway.ports import Ask, Candidate, PlacedBy, Placement
+from services.gateway.ports import Ask, Candidate, PlacedBy, Placement, Wishes
 
 ASK = Ask(model="m", block_size=32, keys=(), tokens=5)
 
@@ -64,6 +65,38 @@ async def test_excluded() -> None:
     with pytest.raises(Unavailable) as failure:
         await made.place(ask)
     assert failure.value.reason == "NO_WORKER" and reasons == []
+
+
+@pytest.mark.parametrize(
+    ("tenant", "wishes", "found"),
+    [
+        ("", Wishes(), {"a", "b"}),
+        ("other", Wishes(), {"a", "b"}),
+        ("acme", Wishes(), {"own"}),
+        ("", Wishes(worker="b"), {"b"}),
+        ("", Wishes(labels={"zone": "x"}), {"b"}),
+        ("", Wishes(excluded=frozenset({"a"})), {"b"}),
+        ("", Wishes(session="s"), {"a", "b"}),
+        ("acme", Wishes(worker="a"), set()),
+        ("", Wishes(worker="own"), set()),
+        ("", Wishes(labels={"zone": "y"}), set()),
+        ("", Wishes(worker="a", rank=0), set()),
+    ],
+)
+async def test_constraints_hold(tenant: str, wishes: Wishes, found: set[str]) -> None:
+    workers = [
+        worker("a"),
+        replace(worker("b"), labels={"zone": "x"}),
+        replace(worker("own"), labels={"tenants": "acme+bee"}),
+    ]
+    made, _ = placer(*workers)
+    ask = replace(ASK, tenant=tenant, wishes=wishes)
+    if found:
+        assert {(await made.place(ask)).worker.id for _ in range(50)} == found
+        return
+    with pytest.raises(Unavailable) as failure:
+        await made.place(ask)
+    assert failure.value.reason == "NO_WORKER"
 
 
 async def test_what_stands_and_what_does_not() -> None:

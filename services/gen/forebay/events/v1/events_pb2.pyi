@@ -82,6 +82,7 @@ class Event(_message.Message):
     REQUEST_FINISHED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     TIER_RATE_FIELD_NUMBER: _builtins.int
+    BLOCKS_DIGEST_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """Data-parallel rank it happened on."""
@@ -122,6 +123,10 @@ class Event(_message.Message):
     def tier_rate(self) -> Global___TierRate:
         """How fast blocks come up from a tier; from kvbm daemons."""
 
+    @_builtins.property
+    def blocks_digest(self) -> Global___BlocksDigest:
+        """What the publisher holds at this point of its stream, condensed: receivers compare."""
+
     def __init__(
         self,
         *,
@@ -134,13 +139,14 @@ class Event(_message.Message):
         request_finished: Global___RequestFinished | None = ...,
         load: Global___LoadReport | None = ...,
         tier_rate: Global___TierRate | None = ...,
+        blocks_digest: Global___BlocksDigest | None = ...,
         namespace: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "kind", b"kind", "load", b"load", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_digest", b"blocks_digest", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "kind", b"kind", "load", b"load", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "dp_rank", b"dp_rank", "kind", b"kind", "load", b"load", "namespace", b"namespace", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_digest", b"blocks_digest", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "dp_rank", b"dp_rank", "kind", b"kind", "load", b"load", "namespace", b"namespace", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["blocks_stored", "blocks_removed", "blocks_cleared", "request_admitted", "request_first_token", "request_finished", "load", "tier_rate"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["blocks_stored", "blocks_removed", "blocks_cleared", "request_admitted", "request_first_token", "request_finished", "load", "tier_rate", "blocks_digest"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -225,6 +231,38 @@ class BlocksCleared(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlocksCleared: _TypeAlias = BlocksCleared  # noqa: Y015
+
+@_typing.final
+class BlocksDigest(_message.Message):
+    """All blocks of a tier (and rank, and namespace), condensed. Told some seconds after they changed. A
+    receiver whose own count or sum differs has lost its way, and takes a Snapshot.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    XOR_FIELD_NUMBER: _builtins.int
+    tier: _common_pb2.Tier.ValueType
+    """The tier."""
+    blocks: _builtins.int
+    """Number of blocks there."""
+    xor: _builtins.int
+    """XOR of the low 64 bits of their hashes."""
+    def __init__(
+        self,
+        *,
+        tier: _common_pb2.Tier.ValueType = ...,
+        blocks: _builtins.int = ...,
+        xor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "tier", b"tier", "xor", b"xor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksDigest: _TypeAlias = BlocksDigest  # noqa: Y015
 
 @_typing.final
 class RequestAdmitted(_message.Message):

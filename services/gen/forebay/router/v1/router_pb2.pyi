@@ -94,6 +94,10 @@ class RouteRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    PINNED_RANK_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    ADMITTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-visible request id, for logs; set by the gateway. May be empty."""
     model: _builtins.str
@@ -107,7 +111,9 @@ class RouteRequest(_message.Message):
     expected_output_tokens: _builtins.int
     """Expected number of new tokens; 0 means unknown."""
     tenant: _builtins.str
-    """Tenant on whose account it runs; empty without tenants."""
+    """Tenant on whose account it runs; empty without tenants. One that workers are reserved for is
+    served by these alone.
+    """
     cache_salt: _builtins.str
     """Cache salt; used only with token_ids, since hashes carry it already."""
     pinned_worker: _builtins.str
@@ -120,6 +126,18 @@ class RouteRequest(_message.Message):
     """W3C trace context, since a stream carries many requests. Empty: the call's own, if any."""
     tracestate: _builtins.str
     """W3C trace state; may be empty."""
+    pinned_rank: _builtins.int
+    """If set, only this data-parallel rank will do, of the pinned worker or of any."""
+    session_id: _builtins.str
+    """Requests of one session stay with one worker as long as that costs little waiting; at most 256
+    characters, of its tenant and model alone. Empty: of no session.
+    """
+    deadline_ms: _builtins.int
+    """Milliseconds that its client waits on; of a tenant's requests the most urgent goes first, and none
+    waits at the router for longer than this. 0: not known.
+    """
+    admitted: _builtins.bool
+    """True if it was placed before and its worker failed it: it is placed at once, whatever the wait."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Low 64 bits of the hashes of the prompt's full blocks, in chain order. Set by gateways."""
@@ -155,12 +173,18 @@ class RouteRequest(_message.Message):
         sequences: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        pinned_rank: _builtins.int | None = ...,
+        session_id: _builtins.str = ...,
+        deadline_ms: _builtins.int = ...,
+        admitted: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank", "pinned_rank", b"pinned_rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size_tokens", b"block_size_tokens", "cache_salt", b"cache_salt", "excluded_workers", b"excluded_workers", "expected_output_tokens", b"expected_output_tokens", "model", b"model", "pinned_worker", b"pinned_worker", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "required_labels", b"required_labels", "sequences", b"sequences", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank", "admitted", b"admitted", "block_hashes", b"block_hashes", "block_size_tokens", b"block_size_tokens", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "excluded_workers", b"excluded_workers", "expected_output_tokens", b"expected_output_tokens", "model", b"model", "pinned_rank", b"pinned_rank", "pinned_worker", b"pinned_worker", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "required_labels", b"required_labels", "sequences", b"sequences", "session_id", b"session_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__pinned_rank: _TypeAlias = _typing.Literal["pinned_rank"]  # noqa: Y015
+    _WhichOneofArgType__pinned_rank: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned_rank) -> _WhichOneofReturnType__pinned_rank | None: ...
 
 Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
 
@@ -227,6 +251,7 @@ class RouteStreamRequest(_message.Message):
     CORRELATION_ID_FIELD_NUMBER: _builtins.int
     ROUTE_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Chosen by the gateway, unique on the stream; repeated in the answer."""
     @_builtins.property
@@ -237,22 +262,44 @@ class RouteStreamRequest(_message.Message):
     def release(self) -> Global___ReleasePlacement:
         """Take a placement back that never reached its worker: frees the booking at once. Not answered."""
 
+    @_builtins.property
+    def cancel(self) -> Global___CancelRoute:
+        """Take back the question of this correlation id, if it still waits. Not answered."""
+
     def __init__(
         self,
         *,
         correlation_id: _builtins.int = ...,
         route: Global___RouteRequest | None = ...,
         release: Global___ReleasePlacement | None = ...,
+        cancel: Global___CancelRoute | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "release", b"release", "route", b"route"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "kind", b"kind", "release", b"release", "route", b"route"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "kind", b"kind", "release", b"release", "route", b"route"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "correlation_id", b"correlation_id", "kind", b"kind", "release", b"release", "route", b"route"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["route", "release"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["route", "release", "cancel"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___RouteStreamRequest: _TypeAlias = RouteStreamRequest  # noqa: Y015
+
+@_typing.final
+class CancelRoute(_message.Message):
+    """Takes back a question that waits for room; the message's correlation id says which."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRoute: _TypeAlias = CancelRoute  # noqa: Y015
 
 @_typing.final
 class ReleasePlacement(_message.Message):
@@ -295,6 +342,7 @@ class RouteStreamResponse(_message.Message):
     CORRELATION_ID_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Correlation id of the request."""
     @_builtins.property
@@ -305,22 +353,55 @@ class RouteStreamResponse(_message.Message):
     def failure(self) -> Global___RouteFailure:
         """Why there is none."""
 
+    @_builtins.property
+    def waiting(self) -> Global___RouteWaiting:
+        """It waits for room: the answer comes later. Repeated a few times a second for one question of
+        a stream that has any, as a sign of life.
+        """
+
     def __init__(
         self,
         *,
         correlation_id: _builtins.int = ...,
         placement: Global___RouteResponse | None = ...,
         failure: Global___RouteFailure | None = ...,
+        waiting: Global___RouteWaiting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "placement", b"placement", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "placement", b"placement", "result", b"result", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "failure", b"failure", "placement", b"placement", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "failure", b"failure", "placement", b"placement", "result", b"result", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["placement", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["placement", "failure", "waiting"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___RouteStreamResponse: _TypeAlias = RouteStreamResponse  # noqa: Y015
+
+@_typing.final
+class RouteWaiting(_message.Message):
+    """A request that waits at the router, because every worker's queue is longer than the limit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREDICTED_WAIT_MS_FIELD_NUMBER: _builtins.int
+    AT_MOST_MS_FIELD_NUMBER: _builtins.int
+    predicted_wait_ms: _builtins.int
+    """Predicted milliseconds until it is placed."""
+    at_most_ms: _builtins.int
+    """After so many milliseconds at most it is answered, with a placement or a failure."""
+    def __init__(
+        self,
+        *,
+        predicted_wait_ms: _builtins.int = ...,
+        at_most_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_most_ms", b"at_most_ms", "predicted_wait_ms", b"predicted_wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteWaiting: _TypeAlias = RouteWaiting  # noqa: Y015
 
 @_typing.final
 class RouteFailure(_message.Message):
@@ -332,6 +413,7 @@ class RouteFailure(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_WAIT_MS_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """google.rpc.Code of the unary call."""
     reason: _builtins.str
@@ -340,6 +422,8 @@ class RouteFailure(_message.Message):
     """For people."""
     retry_after_ms: _builtins.int
     """When asking again makes sense, in milliseconds; 0 means not known."""
+    predicted_wait_ms: _builtins.int
+    """With OVERLOADED: predicted milliseconds until its prefill would have begun."""
     def __init__(
         self,
         *,
@@ -347,10 +431,11 @@ class RouteFailure(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         retry_after_ms: _builtins.int = ...,
+        predicted_wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "predicted_wait_ms", b"predicted_wait_ms", "reason", b"reason", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,12 +559,26 @@ class ExplainResponse(_message.Message):
     PROMPT_BLOCKS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    PREDICTED_WAIT_S_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_S_FIELD_NUMBER: _builtins.int
+    WOULD_WAIT_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Policy that decided."""
     prompt_blocks: _builtins.int
     """Full blocks of the prompt."""
     prompt_tokens: _builtins.int
     """Prompt tokens."""
+    predicted_wait_s: _builtins.float
+    """Predicted seconds until its prefill begins: at the least busy worker in choice, and what waits at
+    the router before it.
+    """
+    max_wait_s: _builtins.float
+    """The limit beyond which requests wait at the router; 0: there is none."""
+    would_wait: _builtins.bool
+    """True if it would not be placed at once: it would wait at the router, or be refused."""
+    waiting_requests: _builtins.int
+    """Requests that wait at the router now."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateScore]:
         """All workers that this router knows, best first."""
@@ -491,10 +590,14 @@ class ExplainResponse(_message.Message):
         prompt_blocks: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         candidates: _abc.Iterable[Global___CandidateScore] | None = ...,
+        predicted_wait_s: _builtins.float = ...,
+        max_wait_s: _builtins.float = ...,
+        would_wait: _builtins.bool = ...,
+        waiting_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "policy", b"policy", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "max_wait_s", b"max_wait_s", "policy", b"policy", "predicted_wait_s", b"predicted_wait_s", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "waiting_requests", b"waiting_requests", "would_wait", b"would_wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

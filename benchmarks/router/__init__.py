@@ -1,0 +1,1 @@
+"""What placing a request costs, beside NVIDIA Dynamo: `python -m benchmarks.router`."""

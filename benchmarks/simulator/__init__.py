@@ -1,0 +1,1 @@
+"""Measures a real engine's steps, for the simulator: `python -m benchmarks.simulator --help`."""

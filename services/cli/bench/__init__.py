@@ -1,0 +1,1 @@
+"""`forebay bench`: measurements that need no cluster and no GPU."""

@@ -1,0 +1,235 @@
+"""Admission: requests are placed at once while some worker is free soon enough, else they wait.
+
+Where every worker that could take a request has more than `max_wait_s` of work ahead, a place in an
+engine's queue is worth nothing yet: what is decided later is decided better, in a fairer order. So
+the request waits here (queue.py), for `queue_wait_s` at most. Who would wait longer than that, or
+than its client does, is refused at once with the predicted wait.
+
+Ask it `ask`, tell it `cancel`, and let it `pump` whenever workers have told something or time has
+passed. Times are seconds on the core's clock. It answers with values and never waits itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from services.common.ids import AttemptId
+from services.router.core.answers import Backlog, Placement, Query, Refusal, RefusalKind
+from services.router.core.placement import RouterCore
+from services.router.core.queue import Entry, FairQueue
+
+_NEVER = float("inf")
+_MATE_BLOCKS = 4
+"""Requests that share so many first blocks (or all, of shorter prompts) go together."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Limits. `max_wait_s` 0: there is none, all is placed at once."""
+
+    max_wait_s: float = 30.0
+    """Work ahead of a request at its worker, in seconds; with more it waits here."""
+    queue_length: int = 1024
+    """Most that wait here."""
+    queue_wait_s: float = 30.0
+    """How long one may wait here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request waits; `pump` will answer it under this number."""
+
+    number: int
+    predicted_s: float
+    """Until it is placed."""
+    most_s: float
+    """Until it is answered, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What became of a request that has waited."""
+
+    number: int
+    answer: Placement | Refusal
+    waited_s: float
+    result: str
+    """placed, refused, expired or displaced."""
+    heavy: bool
+    """Whether its tenant waited with more than its share."""
+
+
+class Admission:
+    """Places through a core, or lets wait. For one thread."""
+
+    def __init__(
+        self, core: RouterCore, config: AdmissionConfig, new_attempt: Callable[[], AttemptId]
+    ) -> None:
+        self._core = core
+        self._config = config
+        self._new_attempt = new_attempt
+        self._limit_s = config.max_wait_s or _NEVER
+        self._queue = FairQueue(config.queue_length)
+        self._queries: dict[int, Query] = {}
+        self._pools: dict[str, int] = {}
+        """How many wait, by model."""
+        self._numbers = 0
+        self._closed: set[Hashable] = set()
+        """Lanes found busy since the queue was last gone through."""
+        self._displaced: list[Answered] = []
+        self.deciding = 0
+        """Number of the one that `pump` decided last."""
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of all that wait."""
+        return sum(entry.tokens for entry in self._queue)
+
+    @property
+    def limit_s(self) -> float:
+        """The limit on work ahead; infinity: none."""
+        return self._limit_s
+
+    def heavy(self, tenant: str) -> bool:
+        """Whether a tenant waits with more than its share of the tokens."""
+        return self._queue.heavy(tenant)
+
+    def ask(self, query: Query, now: float) -> Placement | Refusal | Waiting:
+        """Places a request, or puts it behind those that wait for the same model's workers."""
+        if query.admitted:
+            return self._core.place(query, self._new_attempt(), now)
+        if query.model not in self._pools:
+            answer = self._core.place(query, self._new_attempt(), now, self._limit_s)
+            if not isinstance(answer, Refusal) or answer.kind is not RefusalKind.OVERLOADED:
+                return answer
+        backlog = self._core.backlog(query, now)
+        if isinstance(backlog, Refusal):
+            return backlog
+        self._numbers += 1
+        most_s = min(self._config.queue_wait_s, query.patience_s)
+        entry = self._entry(self._numbers, query, now, most_s)
+        predicted_s = self._predict(entry, backlog)
+        if predicted_s > most_s:
+            return self._overloaded(query, predicted_s, "it would wait")
+        displaced = self._queue.put(entry)
+        if displaced is entry:
+            return self._overloaded(query, predicted_s, "too many wait; it would wait")
+        self._queries[entry.number] = query
+        self._pools[query.model] = self._pools.get(query.model, 0) + 1
+        if displaced is not None:
+            self._displaced.append(self._dismissed(displaced, now, "displaced"))
+        return Waiting(entry.number, predicted_s, most_s)
+
+    def cancel(self, number: int) -> bool:
+        """Nobody waits for it any more. False if it has been answered."""
+        entry = self._queue.remove(number)
+        if entry is not None:
+            self._forget(entry)
+        return entry is not None
+
+    def pump(self, now: float, limit: int) -> tuple[list[Answered], bool]:
+        """Answers those whose turn or end has come, in at most `limit` decisions.
+
+        True with it: there is more to decide at once.
+        """
+        answered, self._displaced = self._displaced, []
+        for entry in self._queue.expired(now):
+            answered.append(self._dismissed(entry, now, "expired"))
+        for _ in range(limit):
+            entry_ = self._queue.next(self._closed)
+            if entry_ is None:
+                self._closed.clear()
+                return answered, False
+            self.deciding = entry_.number
+            query = self._queries[entry_.number]
+            answer = self._core.place(query, self._new_attempt(), now, self._limit_s)
+            if isinstance(answer, Refusal) and answer.kind is RefusalKind.OVERLOADED:
+                self._closed.add(entry_.lane)
+                continue
+            heavy = self._queue.heavy(entry_.tenant)
+            if isinstance(answer, Refusal):
+                # Nobody could take it any more: that is not on its tenant's account.
+                self._queue.remove(entry_.number)
+                result = "refused"
+            else:
+                self._queue.take(entry_.number)
+                result = "placed"
+            self._forget(entry_)
+            answered.append(Answered(entry_.number, answer, now - entry_.since, result, heavy))
+        return answered, bool(self._queue)
+
+    def outlook(self, query: Query, now: float) -> tuple[float, bool]:
+        """Predicted seconds until a request's prefill began, and whether it would not be placed
+        at once. Changes nothing; nothing and no if nobody could take it.
+        """
+        backlog = self._core.backlog(query, now)
+        if isinstance(backlog, Refusal):
+            return 0.0, False
+        if backlog.wait_s <= self._limit_s and query.model not in self._pools:
+            return backlog.wait_s, False
+        most_s = min(self._config.queue_wait_s, query.patience_s)
+        entry = self._entry(self._numbers + 1, query, now, most_s)
+        predicted_s = self._predict(entry, backlog)
+        return predicted_s + min(backlog.wait_s, self._limit_s), True
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when it contradicts itself."""
+        self._queue.check_invariants()
+        assert {entry.number for entry in self._queue} == set(self._queries)
+        pools: dict[str, int] = {}
+        for query in self._queries.values():
+            pools[query.model] = pools.get(query.model, 0) + 1
+        assert pools == self._pools
+
+    # Inside.
+
+    def _entry(self, number: int, query: Query, now: float, most_s: float) -> Entry:
+        keys = query.keys
+        return Entry(
+            number=number,
+            pool=query.model,
+            lane=self._core.lane(query),
+            tenant=query.tenant,
+            priority=query.priority,
+            tokens=max(1, query.prompt_tokens),
+            since=now,
+            until=now + most_s,
+            mate=keys[min(len(keys), _MATE_BLOCKS) - 1] if keys else None,
+        )
+
+    def _predict(self, entry: Entry, backlog: Backlog) -> float:
+        """Seconds until it is placed: until a worker is free enough, and those before it are."""
+        ahead_s = self._queue.ahead(entry) / backlog.tokens_per_s
+        return max(0.0, backlog.wait_s - self._limit_s) + ahead_s
+
+    def _overloaded(self, query: Query, predicted_s: float, why: str) -> Refusal:
+        wait_s = predicted_s + self._limit_s
+        return Refusal(
+            RefusalKind.OVERLOADED,
+            f"all workers of {query.model!r} are busy: {why} {wait_s:.1f} s for its turn",
+            wait_s,
+            predicted_s,
+        )
+
+    def _dismissed(self, entry: Entry, now: float, result: str) -> Answered:
+        """The end of one that has left the queue without a placement."""
+        query = self._forget(entry)
+        backlog = self._core.backlog(query, now)
+        if isinstance(backlog, Refusal):
+            answer = backlog
+        else:
+            waited = f"{now - entry.since:.1f} s in vain; it would wait"
+            answer = self._overloaded(query, self._predict(entry, backlog), f"it waited {waited}")
+        heavy = self._queue.heavy(entry.tenant)
+        return Answered(entry.number, answer, now - entry.since, result, heavy)
+
+    def _forget(self, entry: Entry) -> Query:
+        query = self._queries.pop(entry.number)
+        self._pools[query.model] -= 1
+        if not self._pools[query.model]:
+            del self._pools[query.model]
+        return query

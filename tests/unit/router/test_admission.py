@@ -1,0 +1,529 @@
+"""Admission: at once while a worker is free soon, else a turn in the queue, else a refusal."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from forebay.router.v1 import router_pb2 as pb
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from opentelemetry.trace import NoOpTracer
+from prometheus_client import CollectorRegistry
+
+from services.common.errors import Overloaded, Unavailable
+from services.common.events.model import (
+    Batch,
+    BlocksStored,
+    RequestAdmitted,
+    RequestFinished,
+    RequestFirstToken,
+    Snapshot,
+    Tier,
+)
+from services.common.events.subscriber import FollowStats
+from services.common.ids import AttemptId, BlockKey
+from services.router.adapters.metrics import RouterMetrics
+from services.router.core.admission import Admission, AdmissionConfig, Answered, Waiting
+from services.router.core.answers import Placement, Query, Refusal, RefusalKind
+from services.router.core.placement import CoreConfig, RouterCore
+from services.router.core.rates import RateDefaults
+from services.router.core.workers import WorkerInfo
+from services.router.server import RouterServicer
+
+SIZE = 16
+KEYS = tuple(BlockKey(1000 + i) for i in range(240))
+RATES = RateDefaults(prefill_tokens_per_s=1000.0, context_tokens=1e30, learn=False)
+"""A prompt of a thousand tokens takes a second."""
+LIMITS = AdmissionConfig(max_wait_s=2.0, queue_length=5, queue_wait_s=10.0)
+
+
+class Rig:
+    """Workers w0, w1 ... of which each does a thousand tokens a second, when told to."""
+
+    def __init__(self, workers: int = 1, limits: AdmissionConfig = LIMITS) -> None:
+        self.now = 100.0
+        self.core = RouterCore(CoreConfig(rates=RATES, booking_ttl_s=1e9), random.Random(1))
+        self.core.synced()
+        self.count = 0
+        self.sequences: dict[str, int] = {}
+        for i in range(workers):
+            self.core.record(WorkerInfo(f"w{i}", 1, f"w{i}:1", "m", SIZE, 10_000, 100_000), 100.0)
+            self.core.reset(Snapshot(f"w{i}", 1, 0, (), ()), 100.0)
+            self.sequences[f"w{i}"] = 0
+        self.admission = Admission(self.core, limits, self.attempt)
+        self.there: list[Placement] = []
+
+    def attempt(self) -> AttemptId:
+        self.count += 1
+        return AttemptId(f"a{self.count}")
+
+    def ask(self, tokens: int = 1000, **fields: Any) -> Placement | Refusal | Waiting:
+        keys = fields.pop("keys", ())
+        answer = self.admission.ask(Query("m", tokens, keys, SIZE, **fields), self.now)
+        if isinstance(answer, Placement):
+            self.there.append(answer)
+        self.check()
+        return answer
+
+    def place(self, times: int, **fields: Any) -> None:
+        for _ in range(times):
+            assert isinstance(self.ask(**fields), Placement)
+
+    def wait(self, **fields: Any) -> Waiting:
+        answer = self.ask(**fields)
+        assert isinstance(answer, Waiting), answer
+        return answer
+
+    def refuse(self, **fields: Any) -> Refusal:
+        answer = self.ask(**fields)
+        assert isinstance(answer, Refusal), answer
+        return answer
+
+    def beat(self) -> None:
+        for worker in self.sequences:
+            self.core.heard(worker, 1, self.now)
+
+    def finish(self, placement: Placement | None = None, tokens: int = 1000) -> None:
+        """A worker has done with a placement, the oldest unless named."""
+        p = placement or self.there[0]
+        self.there.remove(p)
+        self.sequences[p.holder.id] += 1
+        events = (
+            RequestAdmitted(p.attempt_id, tokens, 1, ()),
+            RequestFirstToken(p.attempt_id, 0),
+            RequestFinished(p.attempt_id, 0, 1),
+        )
+        batch = Batch(p.holder.id, 1, self.sequences[p.holder.id], 0, events)
+        self.core.apply(batch, self.now)
+
+    def pump(self, limit: int = 100) -> list[Answered]:
+        self.beat()
+        answered, more = self.admission.pump(self.now, limit)
+        while more:
+            further, more = self.admission.pump(self.now, limit)
+            answered += further
+        self.there += [a.answer for a in answered if isinstance(a.answer, Placement)]
+        self.check()
+        return answered
+
+    def check(self) -> None:
+        self.admission.check_invariants()
+        self.core.check_invariants()
+
+
+def test_placed_at_once_until_the_limit_then_in_turn() -> None:
+    rig = Rig()
+    rig.place(3)
+    first, second = rig.wait(), rig.wait()
+    assert first.predicted_s == pytest.approx(1.0)
+    assert second.predicted_s == pytest.approx(2.0)
+    assert rig.pump() == [], "nothing has happened yet"
+    rig.finish()
+    (placed,) = rig.pump()
+    assert (placed.number, placed.result) == (first.number, "placed")
+    rig.finish()
+    assert [a.number for a in rig.pump()] == [second.number]
+    assert not len(rig.admission)
+
+
+def test_nobody_overtakes_those_who_wait() -> None:
+    rig = Rig()
+    rig.place(3)
+    first = rig.wait()
+    rig.finish()
+    second = rig.wait()
+    assert [a.number for a in rig.pump()] == [first.number]
+    rig.finish()
+    assert [a.number for a in rig.pump()] == [second.number]
+
+
+def test_a_free_worker_is_taken_though_the_policy_likes_a_busy_one_better() -> None:
+    rig = Rig(workers=2)
+    rig.place(3, pinned="w0")
+    rig.core.apply(Batch("w0", 1, 1, 0, (BlocksStored(Tier.G1, KEYS),)), rig.now)
+    rig.sequences["w0"] = 1
+    query = Query("m", 4000, KEYS, SIZE)
+    liked = rig.core.place(query, AttemptId("x"), rig.now)
+    assert isinstance(liked, Placement) and liked.holder.id == "w0", "without a limit"
+    rig.core.release(liked.attempt_id)
+    answer = rig.ask(tokens=4000, keys=KEYS)
+    assert isinstance(answer, Placement) and answer.holder.id == "w1"
+
+
+def test_refused_at_once_with_the_predicted_wait() -> None:
+    rig = Rig()
+    rig.place(2)
+    rig.place(1, tokens=9500)
+    rig.wait()
+    refusal = rig.refuse(tokens=2000)
+    # 11.5 s at the worker, of which 2 may be left, and 1 s before it in the queue.
+    assert refusal.kind is RefusalKind.OVERLOADED
+    assert refusal.retry_s == pytest.approx(10.5)
+    assert refusal.wait_s == pytest.approx(12.5)
+    assert "12.5 s" in refusal.message
+
+
+def test_refused_at_once_if_its_client_would_not_wait_so_long() -> None:
+    rig = Rig()
+    rig.place(3)
+    assert rig.refuse(patience_s=0.5).kind is RefusalKind.OVERLOADED
+    assert rig.wait(patience_s=1.5).most_s == 1.5
+
+
+def test_waits_end() -> None:
+    rig = Rig()
+    rig.place(3)
+    late, early = rig.wait(), rig.wait(patience_s=3.0)
+    rig.now += 3.0
+    (gone,) = rig.pump()
+    assert (gone.number, gone.result, gone.waited_s) == (early.number, "expired", 3.0)
+    assert isinstance(gone.answer, Refusal) and gone.answer.kind is RefusalKind.OVERLOADED
+    rig.now += 7.0
+    assert [a.number for a in rig.pump()] == [late.number]
+
+
+def test_a_full_queue_refuses_or_displaces() -> None:
+    rig = Rig()
+    rig.place(3)
+    waiting = [rig.wait(tenant="a", tokens=100) for _ in range(5)]
+    assert rig.refuse(tenant="a", tokens=100).wait_s > 0
+    rig.wait(tenant="b", tokens=100)
+    (gone,) = rig.pump()
+    assert (gone.number, gone.result) == (waiting[-1].number, "displaced")
+    assert gone.heavy
+
+
+def test_tenants_take_turns_and_priorities_go_first() -> None:
+    rig = Rig()
+    rig.place(3)
+    first, second = rig.wait(tenant="a"), rig.wait(tenant="a")
+    other, urgent = rig.wait(tenant="b"), rig.wait(tenant="a", priority=1)
+    order = []
+    for _ in range(4):
+        rig.finish()
+        order += [a.number for a in rig.pump()]
+    # What `urgent` got was on a's account.
+    assert order == [urgent.number, other.number, first.number, second.number]
+
+
+def test_one_who_waits_for_a_certain_worker_holds_up_nobody() -> None:
+    rig = Rig(workers=2)
+    rig.place(3, pinned="w0")
+    pinned = rig.wait(pinned="w0")
+    anywhere = rig.wait()
+    assert [a.number for a in rig.pump()] == [anywhere.number]
+    rig.finish()
+    assert [a.number for a in rig.pump()] == [pinned.number]
+
+
+def test_a_long_prompt_holds_up_no_shorter_one() -> None:
+    rig = Rig(workers=2)
+    rig.core.record(WorkerInfo("w1", 1, "w1:1", "m", SIZE, 10_000, 2000), rig.now)
+    rig.place(3, pinned="w0")
+    rig.wait(tokens=3000)
+    short = rig.wait()
+    assert [a.number for a in rig.pump()] == [short.number]
+
+
+def test_a_cancelled_one_is_forgotten() -> None:
+    rig = Rig()
+    rig.place(3)
+    waiting = rig.wait()
+    assert rig.admission.cancel(waiting.number)
+    assert not rig.admission.cancel(waiting.number)
+    rig.finish()
+    assert rig.pump() == [] and rig.core.bookings == 2
+
+
+def test_when_the_last_worker_goes_those_who_wait_are_told() -> None:
+    rig = Rig()
+    rig.place(3)
+    waiting = rig.wait()
+    rig.core.record_vanished("w0", 1)
+    rig.core.refused("w0", 1, rig.now)
+    rig.now += 100
+    rig.core.tick(rig.now)
+    answered, _ = rig.admission.pump(rig.now - 95, 100)
+    (one,) = answered
+    assert one.number == waiting.number and isinstance(one.answer, Refusal)
+    assert one.answer.kind is RefusalKind.NO_WORKER
+
+
+def test_without_a_limit_all_is_placed_at_once() -> None:
+    rig = Rig(limits=AdmissionConfig(max_wait_s=0))
+    rig.place(50)
+
+
+def test_who_has_had_a_turn_does_not_wait_again() -> None:
+    rig = Rig()
+    rig.place(3)
+    rig.wait()
+    rig.place(1, admitted=True)
+
+
+def test_the_outlook() -> None:
+    rig = Rig()
+    query = Query("m", 1000, (), SIZE)
+    assert rig.admission.outlook(query, rig.now) == (0.0, False)
+    rig.place(3)
+    wait_s, would_wait = rig.admission.outlook(query, rig.now)
+    assert would_wait and wait_s == pytest.approx(3.0)
+    rig.wait()
+    assert rig.admission.outlook(query, rig.now)[0] == pytest.approx(4.0)
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Everyone who waits is answered once: placed, refused, or gone by their own will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig(workers=2)
+        self.waiting: dict[int, float] = {}
+
+    @rule(
+        tokens=st.integers(1, 4000),
+        tenant=st.sampled_from("ab"),
+        priority=st.integers(0, 1),
+        pinned=st.sampled_from(["", "w0", "w1"]),
+        patience_s=st.sampled_from([1.0, float("inf")]),
+    )
+    def ask(self, **fields: Any) -> None:
+        self.rig.beat()
+        answer = self.rig.ask(**fields)
+        if isinstance(answer, Waiting):
+            assert answer.predicted_s <= answer.most_s <= LIMITS.queue_wait_s
+            self.waiting[answer.number] = self.rig.now + answer.most_s
+        elif isinstance(answer, Refusal):
+            assert answer.kind is RefusalKind.OVERLOADED and answer.wait_s > 0
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        if self.rig.there:
+            self.rig.finish(data.draw(st.sampled_from(self.rig.there)))
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.waiting:
+            number = data.draw(st.sampled_from(sorted(self.waiting)))
+            # One that was displaced, and not told yet, is not there any more.
+            self.rig.admission.cancel(number)
+
+    @rule(seconds=st.sampled_from([0.0, 0.3, 4.0]), limit=st.integers(1, 4))
+    def pump(self, seconds: float, limit: int) -> None:
+        self.rig.now += seconds
+        for one in self.rig.pump(limit):
+            self.waiting.pop(one.number, None)
+        left = {entry.number for entry in self.rig.admission._queue}
+        self.waiting = {n: until for n, until in self.waiting.items() if n in left}
+        assert left == set(self.waiting)
+        assert all(until > self.rig.now for until in self.waiting.values())
+
+    @invariant()
+    def holds(self) -> None:
+        self.rig.check()
+        assert len(self.rig.admission) <= LIMITS.queue_length
+
+
+AdmissionMachine.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=30, deadline=None
+)
+TestAdmissionMachine = AdmissionMachine.TestCase
+
+
+class Service(Rig):
+    """A servicer over such workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = CollectorRegistry()
+        self.servicer = RouterServicer(
+            self.core,
+            lambda: self.now,
+            RouterMetrics(self.registry),
+            NoOpTracer(),
+            router_id="r",
+            policy="kv",
+            new_attempt=self.attempt,
+            streams=FollowStats(),
+            admission=LIMITS,
+        )
+
+    def route(self, number: int, **fields: Any) -> pb.RouteStreamRequest:
+        return pb.RouteStreamRequest(correlation_id=number, route=self.request(**fields))
+
+    def request(self, **fields: Any) -> pb.RouteRequest:
+        return pb.RouteRequest(model="m", block_size_tokens=SIZE, prompt_tokens=1000, **fields)
+
+    def confirm(self, attempt_id: str) -> None:
+        """The worker does all of a placement."""
+        self.sequences["w0"] += 1
+        attempt = AttemptId(attempt_id)
+        events = (
+            RequestAdmitted(attempt, 1000, 1, ()),
+            RequestFirstToken(attempt, 0),
+            RequestFinished(attempt, 0, 1),
+        )
+        self.core.apply(Batch("w0", 1, self.sequences["w0"], 0, events), self.now)
+        self.servicer.news()
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"forebay_router_{name}", labels)
+
+
+CONTEXT = SimpleNamespace(invocation_metadata=tuple, time_remaining=lambda: None)
+
+
+class Gateway:
+    """A stream whose messages the test sends and takes."""
+
+    def __init__(self, service: Service) -> None:
+        self.outbox: asyncio.Queue[pb.RouteStreamRequest | None] = asyncio.Queue()
+        self.answers: Any = service.servicer.RouteStream(self._messages(), None)
+
+    async def _messages(self) -> AsyncIterator[pb.RouteStreamRequest]:
+        while (message := await self.outbox.get()) is not None:
+            yield message
+
+    def send(self, *messages: pb.RouteStreamRequest | None) -> None:
+        for message in messages:
+            self.outbox.put_nowait(message)
+
+    async def hear(self) -> pb.RouteStreamResponse:
+        async with asyncio.timeout(5):
+            message: pb.RouteStreamResponse = await anext(self.answers)
+            return message
+
+
+async def full() -> tuple[Service, Gateway, list[str]]:
+    """Three placed, and number 4 waits."""
+    service = Service()
+    gateway = Gateway(service)
+    gateway.send(*(service.route(i, tenant="t") for i in range(1, 5)))
+    heard = [await gateway.hear() for _ in range(4)]
+    assert [m.WhichOneof("result") for m in heard] == ["placement"] * 3 + ["waiting"]
+    assert heard[3].waiting.predicted_wait_ms == 1000
+    assert heard[3].waiting.at_most_ms == 10_000
+    return service, gateway, [m.placement.attempt_id for m in heard[:3]]
+
+
+async def test_a_question_that_waits_is_answered_later_and_holds_up_no_other() -> None:
+    service, gateway, placed = await full()
+    gateway.send(pb.RouteStreamRequest(correlation_id=9, route=pb.RouteRequest(model="none")))
+    assert (await gateway.hear()).correlation_id == 9
+    service.confirm(placed[0])
+    late = await gateway.hear()
+    assert (late.correlation_id, late.WhichOneof("result")) == (4, "placement")
+    service.servicer.tick()
+    assert service.metric("waiting_requests") == 0
+    assert service.metric("wait_seconds_count", result="placed") == 1
+    await gateway.answers.aclose()
+
+
+async def test_a_gateway_sees_signs_of_life_while_it_waits() -> None:
+    service, gateway, _ = await full()
+    service.servicer.tick()
+    sign = await gateway.hear()
+    assert (sign.correlation_id, sign.waiting.at_most_ms) == (4, 0)
+    assert service.metric("waiting_requests") == 1
+    assert service.metric("waiting_tokens") == 1000
+    await gateway.answers.aclose()
+
+
+async def test_waits_end_with_a_failure_that_says_how_long() -> None:
+    service, gateway, _ = await full()
+    service.now += 10
+    service.beat()
+    service.servicer.tick()
+    while (message := await gateway.hear()).HasField("waiting"):
+        pass
+    failure = message.failure
+    assert failure.reason == "OVERLOADED" and failure.retry_after_ms >= 1
+    assert failure.predicted_wait_ms >= 2000
+    assert service.metric("overload_refusals_total", tenant_class="light") == 1
+    await gateway.answers.aclose()
+
+
+async def test_a_cancelled_question_and_a_gone_gateway_leave_nothing() -> None:
+    service, gateway, placed = await full()
+    gateway.send(pb.RouteStreamRequest(correlation_id=4, cancel=pb.CancelRoute()), service.route(5))
+    assert (await gateway.hear()).correlation_id == 5
+    assert service.metric("cancelled_waits_total") == 1
+    await gateway.answers.aclose()
+    assert service.metric("cancelled_waits_total") == 2
+    service.confirm(placed[0])
+    service.servicer.tick()
+    assert service.core.bookings == 2
+
+
+async def test_a_half_closed_stream_gets_its_late_answers() -> None:
+    service, gateway, placed = await full()
+    gateway.send(None)
+    service.confirm(placed[0])
+    assert (await gateway.hear()).HasField("placement")
+    with pytest.raises(StopAsyncIteration):
+        await gateway.hear()
+
+
+async def test_a_drain_sends_away_who_waits() -> None:
+    """Streams end without an answer: their gateways ask another router."""
+    service, gateway, _ = await full()
+    call = asyncio.create_task(service.servicer.Route(service.request(), CONTEXT))
+    await asyncio.sleep(0)
+    service.servicer.drain()
+    with pytest.raises(Unavailable, match="draining"):
+        await gateway.hear()
+    with pytest.raises(Unavailable, match="draining"):
+        await call
+
+
+async def test_a_call_waits_too() -> None:
+    service, gateway, placed = await full()
+    call = asyncio.create_task(service.servicer.Route(service.request(), CONTEXT))
+    await asyncio.sleep(0)
+    service.confirm(placed[0])
+    service.confirm(placed[1])
+    assert (await gateway.hear()).correlation_id == 4
+    assert (await call).worker.id == "w0"
+    given_up = asyncio.create_task(service.servicer.Route(service.request(), CONTEXT))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert service.metric("cancelled_waits_total") == 1
+    await gateway.answers.aclose()
+
+
+async def test_a_call_is_told_in_time_that_it_would_wait_too_long() -> None:
+    service, gateway, _ = await full()
+    hurry = SimpleNamespace(invocation_metadata=tuple, time_remaining=lambda: 0.5)
+    with pytest.raises(Overloaded) as caught:
+        await service.servicer.Route(service.request(), hurry)
+    assert caught.value.reason == "OVERLOADED" and caught.value.retry_after_s > 0
+    assert float(caught.value.metadata["predicted_wait_s"]) >= 3
+    await gateway.answers.aclose()
+
+
+async def test_an_explanation_tells_of_the_wait() -> None:
+    service, gateway, _ = await full()
+    answer = await service.servicer.Explain(pb.ExplainRequest(request=service.request()), CONTEXT)
+    assert answer.would_wait and answer.predicted_wait_s == pytest.approx(4.0)
+    assert (answer.max_wait_s, answer.waiting_requests) == (2.0, 1)
+    assert [c.chosen for c in answer.candidates] == [True]
+    await gateway.answers.aclose()
+
+
+async def test_a_decision_that_fails_late_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, gateway, placed = await full()
+
+    def boom(*args: Any) -> Any:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(service.core, "place", boom)
+    service.confirm(placed[0])
+    answer = await gateway.hear()
+    assert (answer.correlation_id, answer.failure.reason) == (4, "INTERNAL")
+    await gateway.answers.aclose()
