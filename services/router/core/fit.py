@@ -38,6 +38,11 @@ class Fit:
         """What the samples say so far."""
         return self._coefficients
 
+    @property
+    def is_young(self) -> bool:
+        """Whether each sample may still change it much."""
+        return self._samples <= _FEW
+
     def value(self, x: Three) -> float:
         """The fitted y at x."""
         a, b, c = self._coefficients
@@ -51,7 +56,7 @@ class Fit:
         self._expected = self._expected * _DECAY + expected
         _accumulate(self._matrix, self._right, x, y, 1 / y, _DECAY)
         self._samples += 1
-        if self._samples <= _FEW or self._samples % _EVERY == 0:
+        if self.is_young or self._samples % _EVERY == 0:
             self._solve()
 
     def _solve(self) -> None:

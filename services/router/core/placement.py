@@ -8,7 +8,7 @@ It answers with values, never with exceptions, and holds nothing that its inputs
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -235,8 +235,7 @@ class RouterCore:
             tokens = sum(p.computed_tokens for p in mine) if len(began) == len(mine) else 0
             pairs = sum(p.pairs for p in mine)
             since = min(began, default=now)
-            self._rates.prefills_done(slot, len(mine), tokens, pairs, since, now)
-            self._learn(self._pages[slot].candidate)
+            self._learn(self._rates.prefills_done(slot, len(mine), tokens, pairs, since, now))
         return tuple(outcomes)
 
     def refused(self, worker_id: str, incarnation: int, now: float) -> bool:
@@ -256,8 +255,7 @@ class RouterCore:
             self._reserve()
         self._sessions.expire(now)
         # What one worker taught, its model's others learn now.
-        for page in self._pages.values():
-            self._learn(page.candidate)
+        self._learn(self._pages)
         return [change.worker.info.id for change in changes]
 
     def sweep(self, limit: int) -> bool:
@@ -729,18 +727,20 @@ class RouterCore:
             self._churn.add_slot(rank.slot, info.model, info.total_blocks)
             page = _Page(change.worker, rank, Candidate(rank.slot, warm=False))
             self._pages[rank.slot] = page
-            self._learn(page.candidate)
+            self._learn((rank.slot,))
 
-    def _learn(self, candidate: Candidate) -> None:
-        slot = candidate.slot
-        prefill, decode = self._rates.prefill(slot), self._rates.decode(slot)
-        candidate.request_s = prefill.request_s
-        candidate.token_s = prefill.token_s
-        candidate.pair_s = prefill.pair_s
-        candidate.sequence_s = decode.sequence_s
-        candidate.kv_s = decode.kv_s
-        candidate.settle()
-        self._weigh(candidate)
+    def _learn(self, slots: Iterable[int]) -> None:
+        """Reads the rates of these anew."""
+        for slot in slots:
+            candidate = self._pages[slot].candidate
+            prefill, decode = self._rates.prefill(slot), self._rates.decode(slot)
+            candidate.request_s = prefill.request_s
+            candidate.token_s = prefill.token_s
+            candidate.pair_s = prefill.pair_s
+            candidate.sequence_s = decode.sequence_s
+            candidate.kv_s = decode.kv_s
+            candidate.settle()
+            self._weigh(candidate)
 
     def _weigh(self, candidate: Candidate) -> None:
         most = self._config.cost.most_churn
@@ -800,7 +800,11 @@ class RouterCore:
                 if end is None or end.aborted:
                     return
                 if (pace := end.decoded) is not None:
-                    self._rates.decoded(slot, pace.tokens, pace.seconds, pace.batch, pace.kv_tokens)
+                    self._learn(
+                        self._rates.decoded(
+                            slot, pace.tokens, pace.seconds, pace.batch, pace.kv_tokens
+                        )
+                    )
                 rank.prompt_tokens += end.prompt_tokens
                 rank.cached_tokens += end.cached_tokens
                 if end.predicted is not None:

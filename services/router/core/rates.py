@@ -12,6 +12,7 @@ hardware shows after a few requests and odd samples move nothing. Published defa
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.router.core.fit import Fit
@@ -128,7 +129,6 @@ class RateBook:
         self.defaults = defaults
         token = 1 / defaults.prefill_tokens_per_s
         self._prior = PrefillTimes(0.0, token, token / defaults.context_tokens)
-        # A decode is a token through the network at least.
         self._decode_prior = DecodeTimes(defaults.decode_s, token, 0.0)
         self._pages: dict[int, _Page] = {}
         self._groups: dict[str, _Group] = {}
@@ -169,18 +169,20 @@ class RateBook:
 
     def prefills_done(
         self, slot: int, requests: int, tokens: int, pairs: float, admitted_at: float, now: float
-    ) -> None:
+    ) -> Collection[int]:
         """`tokens` were computed for the first tokens of `requests` that came out at `now`, the
         oldest of these having been admitted at `admitted_at`; `pairs` = sum of tokens x context.
 
         The engine serves in order: it worked on them since then, or since the first tokens before.
+        Returns the slots whose rates to read anew: of what is hardly known, the first word of one
+        worker tells of all, and must not make it look unlike them. Later they can wait for a tick.
         """
         page = self._pages[slot]
         last = page.last_first_token
         seconds = now - (admitted_at if last is None else max(admitted_at, last))
         page.last_first_token = now
         if not self.defaults.learn or tokens < _FEWEST_TOKENS or seconds <= 0:
-            return
+            return ()
         features = float(requests), float(tokens), pairs
         shape = page.group.prefill
         expected = shape.value(features)
@@ -193,13 +195,17 @@ class RateBook:
         page.group.prefill_all.add(seconds, features)
         shape.add(features, seconds / factor)
         self._stale(page.group)
+        return page.group.slots if shape.is_young else (slot,)
 
     def decoded(
         self, slot: int, tokens: int, seconds: float, batch: float, kv_tokens: float
-    ) -> None:
-        """A request got `tokens` after its first in `seconds`, in a batch of that mean size."""
+    ) -> Collection[int]:
+        """A request got `tokens` after its first in `seconds`, in a batch of that mean size.
+
+        Returns what `prefills_done` returns.
+        """
         if not self.defaults.learn or tokens < _FEWEST_OUTPUT or seconds <= 0:
-            return
+            return ()
         page = self._pages[slot]
         features = 1.0, batch, kv_tokens
         shape = page.group.decode
@@ -211,6 +217,7 @@ class RateBook:
         page.group.decode_all.add(pace, features)
         shape.add(features, pace / factor)
         self._stale(page.group)
+        return page.group.slots if shape.is_young else (slot,)
 
     def prefill(self, slot: int) -> PrefillTimes:
         """Seconds of a prefill there."""
@@ -231,7 +238,10 @@ class RateBook:
             a, b, c = shape.coefficients
             prior_s = 16 * shape.value(_A_BATCH)
             factor = _factor(page.decode, page.group.decode_all, shape, prior_s)
-            page.decode_times = DecodeTimes(a * factor, b * factor, c * factor)
+            # A decode is a token through the network at least, however little of that shows where
+            # batches never grow: else a crowd of decodes would weigh nothing.
+            least = self.prefill(slot).token_s
+            page.decode_times = DecodeTimes(a * factor, max(b * factor, least), c * factor)
         return page.decode_times
 
     def prefill_rate(self, slot: int) -> float:

@@ -230,6 +230,18 @@ class TestSpread:
         assert len(shares) == 4
         assert max(shares.values()) <= 2 * min(shares.values()), shares
 
+    def test_the_first_word_of_speed_does_not_make_its_worker_look_unlike_others(self) -> None:
+        rig = Rig(2)
+        p = rig.place(KEYS[:9], 290)
+        rig.say(p.holder.id, RequestAdmitted(p.attempt_id, 290, 1, KEYS[:9]))
+        rig.now += 0.005  # much less than by the defaults
+        rig.say(p.holder.id, BlocksStored(Tier.G1, KEYS[:9]), RequestFirstToken(p.attempt_id, 0))
+        chosen = Counter(
+            rig.place([*KEYS[:1], *range(100 * i, 100 * i + 2)], 100).holder.id
+            for i in range(1, 13)
+        )
+        assert abs(chosen["w0"] - chosen["w1"]) <= 2, chosen
+
     def test_a_shared_system_prompt_does_not_pile_up(self) -> None:
         """Everybody shares the first blocks, one worker has them; requests run for a while."""
         rig = Rig(workers=4)

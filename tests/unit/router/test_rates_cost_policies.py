@@ -178,13 +178,23 @@ class TestRates:
         )
         assert times.imposed_s(10_000) == pytest.approx(0.0005, rel=0.1)
 
-    def test_where_a_decode_more_costs_nothing_it_is_found_out(self) -> None:
-        rates = RateBook()
+    def test_where_a_decode_more_costs_nothing_it_counts_as_a_token(self) -> None:
+        rates = RateBook(RateDefaults(prefill_tokens_per_s=20_000))
         rates.add_slot(0, "m")
         for i in range(200):
             rates.decoded(0, 100, 2.0, 1 + i % 30, 1000.0 * (i % 30 + 1))
-        assert rates.decode(0).imposed_s(1000) < 1e-4
+        assert rates.decode(0).imposed_s(1000) == pytest.approx(1 / 20_000, rel=0.1)
         assert rates.decode(0).base_s == pytest.approx(0.02, rel=0.05)
+
+    def test_first_samples_speak_for_all_of_the_model_later_ones_for_their_worker(self) -> None:
+        rates = RateBook()
+        for slot, model in enumerate("mmo"):
+            rates.add_slot(slot, model)
+        assert set(rates.prefills_done(0, 1, 1000, 5e5, 0.0, 0.1)) == {0, 1}
+        assert set(rates.decoded(1, 100, 1.0, 1, 1000)) == {0, 1}
+        learned(rates, 0, lambda u, p: u / 1000, 60)
+        assert set(rates.prefills_done(0, 1, 1000, 5e5, 1e6, 1e6 + 1)) == {0}
+        assert set(rates.prefills_done(0, 1, 1, 1, 2e6, 2e6 + 1)) == set()
 
 
 class TestChurn:
