@@ -29,7 +29,6 @@ from services.common.events.model import (
 from services.common.ids import AttemptId
 from services.router.core.answers import (
     Backlog,
-    Bar,
     IndexStats,
     Outcome,
     Placement,
@@ -40,10 +39,11 @@ from services.router.core.answers import (
     Scored,
     WorkerSnapshot,
 )
+from services.router.core.choice import Choice, Choices, Page, Verdict
 from services.router.core.churn import ChurnBook
-from services.router.core.cost import Candidate, CostModel, Score
+from services.router.core.cost import Candidate, CostModel
 from services.router.core.doubts import Doubts
-from services.router.core.eligibility import bar_of, has_own_workers, refusal
+from services.router.core.fared import fared
 from services.router.core.index import PrefixIndex
 from services.router.core.lives import Liveness, Status
 from services.router.core.load import Estimate, LoadBook, PrefillDone
@@ -53,7 +53,7 @@ from services.router.core.policies import Ask, PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
 from services.router.core.repeats import RepeatBook
 from services.router.core.sessions import SessionBook, home_of, session_key
-from services.router.core.usable import Prompt, Usable
+from services.router.core.usable import Prompt
 from services.router.core.workers import (
     Change,
     Rank,
@@ -63,8 +63,6 @@ from services.router.core.workers import (
 )
 
 _NEVER = float("inf")
-_MOST_CHOICES = 256
-"""Models and block sizes whose workers are remembered."""
 _MOST_REPEATS = 64
 """Models whose last placements are remembered."""
 
@@ -99,31 +97,6 @@ class CoreConfig:
     """How long a placement counts as load without the worker's word, in seconds."""
 
 
-@dataclass(slots=True)
-class _Page:
-    """A worker's rank, with what policies see of it."""
-
-    worker: Worker
-    rank: Rank
-    candidate: Candidate
-    below: Usable | None = None
-    """What tiers below G1 bring, for the decision in hand."""
-
-
-@dataclass(slots=True)
-class _Choice:
-    """Workers in choice for a model and block size, as long as nothing changes."""
-
-    pages: list[_Page]
-    candidates: list[Candidate]
-    tiered: list[_Page]
-    """Those with a daemon below them."""
-    until: float
-    """When the first of them may have been silent for too long."""
-    longest: float
-    """Longest prompt that all of them take."""
-
-
 class RouterCore:
     """Index, load book, rates, worker table and policy, in step. For one thread; never waits."""
 
@@ -143,11 +116,9 @@ class RouterCore:
         self._sessions = SessionBook(config.sessions, config.session_ttl_s)
         self._policy = make_policy(config.policy, config.cost, config.dynamo_weight)
         self._kv = config.policy is PolicyName.KV
-        self._pages: dict[int, _Page] = {}
-        self._choices: dict[tuple[str, int, str], _Choice] = {}
-        self._reserved: frozenset[str] = frozenset()
+        self._pages: dict[int, Page] = {}
+        self._choices = Choices(self._table, self._pages, config.liveness)
         self._doubts = Doubts()
-        self._synced = False
         self._events = 0
         self._unknown_events = 0
 
@@ -155,10 +126,10 @@ class RouterCore:
 
     def record(self, info: WorkerInfo, now: float) -> bool:
         """A worker's discovery record came or changed. False if it is of a life that is over."""
-        self._choices.clear()
+        self._choices.changed()
         change = self._table.record(info, now)
         self._follow(change)
-        self._reserve()
+        self._choices.reserve()
         for rank in change.worker.ranks:
             self._index.set_capacity(rank.slot, change.worker.info.total_blocks)
             self._churn.set_capacity(rank.slot, change.worker.info.total_blocks)
@@ -166,12 +137,12 @@ class RouterCore:
 
     def record_vanished(self, worker_id: str, incarnation: int) -> None:
         """A worker's record went; by itself that removes nobody."""
-        self._choices.clear()
+        self._choices.changed()
         self._table.record_vanished(worker_id, incarnation)
 
     def synced(self) -> None:
         """The first list of records is complete: a model unknown now does not exist."""
-        self._synced = True
+        self._choices.synced = True
 
     # What workers' streams tell.
 
@@ -210,7 +181,7 @@ class RouterCore:
             report = snapshot.load if snapshot.load and snapshot.load.dp_rank == dp_rank else None
             self._load.reset(rank.slot, running, report, now)
         worker.answered(snapshot.sequence)
-        self._choices.clear()
+        self._choices.changed()
         yield True
 
     def apply(self, batch: Batch, now: float) -> tuple[Outcome, ...]:
@@ -240,7 +211,7 @@ class RouterCore:
 
     def refused(self, worker_id: str, incarnation: int, now: float) -> bool:
         """A worker refused a connection: out of choice until heard again. True if that is news."""
-        self._choices.clear()
+        self._choices.changed()
         return self._table.refused(worker_id, incarnation, now)
 
     def tick(self, now: float) -> list[str]:
@@ -248,11 +219,11 @@ class RouterCore:
         self._load.expire(now)
         changes = self._table.tick(now)
         for change in changes:
-            self._choices.clear()
+            self._choices.changed()
             self._follow(change)
             self._doubts.forget(change.worker.info.id)
         if changes:
-            self._reserve()
+            self._choices.reserve()
         self._sessions.expire(now)
         # What one worker taught, its model's others learn now.
         self._learn(self._pages)
@@ -280,28 +251,23 @@ class RouterCore:
         if that leaves none.
         """
         self._load.expire(now)
-        choice = self._choose(query, now)
+        choice = self._choices.of(query, now)
         if isinstance(choice, Refusal):
             return choice
         prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
         touched = self._write(choice, query, prompt)
         ask = Ask(now, query.keys, query.block_size or 1, self._lot)
-        best = self._best(self._policy.costs(ask, choice.candidates))
-        if query.session:
-            best = self._home(choice, query, best, now)
-        if choice.candidates[best].queue_s(now) > max_wait_s:
-            free = self._best_within(choice, ask, max_wait_s)
-            if free is None:
-                _wipe(touched)
-                wait_s = min(c.queue_s(now) for c in choice.candidates)
-                return Refusal(
-                    RefusalKind.OVERLOADED,
-                    f"every worker of {query.model!r} is busy for {wait_s:.1f} s",
-                    wait_s,
-                    wait_s - max_wait_s,
-                )
-            best = free
-        page = choice.pages[best]
+        verdict = self._decide(choice, query, ask, max_wait_s)
+        if not verdict.in_time:
+            _wipe(touched)
+            wait_s = min(c.queue_s(now) for c in choice.candidates)
+            return Refusal(
+                RefusalKind.OVERLOADED,
+                f"every worker of {query.model!r} is busy for {wait_s:.1f} s",
+                wait_s,
+                wait_s - max_wait_s,
+            )
+        page = choice.pages[verdict.best]
         self._lot = self._dice.randrange(1 << 62)
         rank, candidate, worker = page.rank, page.candidate, page.worker
         cached = candidate.g1_tokens + candidate.lower_tokens
@@ -343,7 +309,7 @@ class RouterCore:
 
     def backlog(self, query: Query, now: float) -> Backlog | Refusal:
         """How busy those are that could take a request."""
-        choice = self._choose(query, now)
+        choice = self._choices.of(query, now)
         if isinstance(choice, Refusal):
             return choice
         self._refresh()
@@ -363,7 +329,7 @@ class RouterCore:
 
         Where it would refuse since all are busy, the one is shown that it would choose otherwise.
         """
-        choice = self._choose(query, now)
+        choice = self._choices.of(query, now)
         rows: list[Scored] = []
         if isinstance(choice, Refusal):
             if choice.kind is not RefusalKind.NO_WORKER:
@@ -372,19 +338,11 @@ class RouterCore:
             prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
             touched = self._write(choice, query, prompt)
             ask = Ask(now, query.keys, query.block_size or 1, self._lot)
-            rows = self._rows(choice, ask, query, max_wait_s)
+            verdict = self._decide(choice, query, ask, max_wait_s)
+            rows = fared(choice, verdict, self._policy, ask)
             _wipe(touched)
-        shown = {row.holder for row in rows}
-        chosen = {holder.id for holder in shown}
-        own = self._own(query)
-        for worker in self._table:
-            bar = bar_of(worker.info, self._table.status(worker, now), query, own)
-            bar = bar or (Bar.STARTING if worker.starting else Bar.SUSPECT)
-            for rank in worker.ranks:
-                if rank.holder not in shown:
-                    other = query.rank not in (None, rank.holder.dp_rank)
-                    why = Bar.OTHER_RANK if other and worker.info.id in chosen else bar
-                    rows.append(Scored(rank.holder, bar=why, reason=why.value))
+        barred = self._choices.barred(query, now, {row.holder for row in rows})
+        rows += [Scored(holder, bar=bar, reason=bar.value) for holder, bar in barred]
         return Scorecard(self._policy.name, query.prompt_tokens, len(query.keys), tuple(rows))
 
     # Views.
@@ -478,9 +436,7 @@ class RouterCore:
                 self._load.fill(fresh)
                 fresh.stale = c.stale
                 assert fresh == c, "a load that nobody wrote down"
-        for choice in self._choices.values():
-            assert all(self._pages.get(page.rank.slot) is page for page in choice.pages)
-            assert not any(page.worker.refused or page.worker.starting for page in choice.pages)
+        self._choices.check_invariants()
 
     # Inside.
 
@@ -496,7 +452,7 @@ class RouterCore:
             now,
         )
 
-    def _write(self, choice: _Choice, query: Query, prompt: Prompt) -> list[_Page]:
+    def _write(self, choice: Choice, query: Query, prompt: Prompt) -> list[Page]:
         """Writes into the candidates what there is to know of them; returns those to be wiped."""
         pages = self._pages
         self._refresh()
@@ -546,11 +502,19 @@ class RouterCore:
                 load.fill(pages[slot].candidate)
             load.changed.clear()
 
-    def _best_within(self, choice: _Choice, ask: Ask, max_wait_s: float) -> int | None:
-        """Number of the cheapest of those that begin something new soon enough."""
-        costs = self._policy.costs(ask, choice.candidates)
-        free = [i for i, c in enumerate(choice.candidates) if c.queue_s(ask.now) <= max_wait_s]
-        return free[self._best([costs[i] for i in free])] if free else None
+    def _decide(self, choice: Choice, query: Query, ask: Ask, max_wait_s: float) -> Verdict:
+        """Who gets a request whose candidates are written; without effect."""
+        candidates = choice.candidates
+        costs = self._policy.costs(ask, candidates)
+        best = cheapest = self._best(costs)
+        if query.session:
+            best = self._home(choice, query, best, ask.now)
+        if candidates[best].queue_s(ask.now) <= max_wait_s:
+            return Verdict(best, costs, best != cheapest, True)
+        free = [i for i, c in enumerate(candidates) if c.queue_s(ask.now) <= max_wait_s]
+        if not free:
+            return Verdict(best, costs, best != cheapest, False)
+        return Verdict(free[self._best([costs[i] for i in free])], costs, False, True)
 
     def _repeated(self, model: str) -> RepeatBook:
         book = self._repeats.get(model)
@@ -566,7 +530,7 @@ class RouterCore:
         ties = [i for i, cost in enumerate(costs) if cost <= most]
         return ties[self._lot % len(ties)]
 
-    def _home(self, choice: _Choice, query: Query, best: int, now: float) -> int:
+    def _home(self, choice: Choice, query: Query, best: int, now: float) -> int:
         """Number of the session's worker, if it is in choice and `best` is not far sooner."""
         places = [(page.rank.holder.id, page.rank.holder.dp_rank) for page in choice.pages]
         key = session_key(query.session, query.model, query.tenant)
@@ -575,133 +539,16 @@ class RouterCore:
         wait = _ttft_s(choice.candidates[home], now) - _ttft_s(choice.candidates[best], now)
         return home if wait <= self._config.session_wait_s else best
 
-    def _rows(self, choice: _Choice, ask: Ask, query: Query, max_wait_s: float) -> list[Scored]:
-        """How each candidate fared, the chosen one first."""
-        costs = self._policy.costs(ask, choice.candidates)
-        best = cheapest = self._best(costs)
-        if query.session:
-            best = self._home(choice, query, best, ask.now)
-        stays = best != cheapest
-        if choice.candidates[best].queue_s(ask.now) > max_wait_s:
-            free = self._best_within(choice, ask, max_wait_s)
-            stays = stays and free is None
-            best = best if free is None else free
-        order = sorted(range(len(costs)), key=lambda i: (i != best, costs[i]))
-        scores = [self._policy.score(ask, c) for c in choice.candidates]
-        return [
-            Scored(
-                choice.pages[i].rank.holder,
-                replace(choice.candidates[i]),
-                scores[i],
-                i == best,
-                None,
-                ""
-                if i == best
-                else f"the session stays with {choice.pages[best].rank.holder.id}"
-                if stays
-                else self._why_lost(i, best, costs, scores, choice),
-            )
-            for i in order
-        ]
-
-    def _why_lost(
-        self, i: int, best: int, costs: list[float], scores: list[Score], choice: _Choice
-    ) -> str:
-        winner = choice.pages[best].rank.holder.id
-        if costs[i] < costs[best] - self._policy.tolerance:
-            return f"its queue is longer than the limit; {winner} is free sooner"
-        if costs[i] <= costs[best] + self._policy.tolerance:
-            return f"level with {winner}; the lot fell on that one"
-        if scores[i].total_s:
-            more = scores[i].total_s - scores[best].total_s
-            return f"{more * 1000:.1f} ms more than {winner}"
-        return f"comes after {winner} in the policy's order"
-
-    def _choose(self, query: Query, now: float) -> _Choice | Refusal:
-        """Who may be chosen; remembered for requests that ask for nothing special."""
-        tenant = query.tenant if query.tenant in self._reserved else ""
-        key = query.model, query.block_size, tenant
-        choice = self._choices.get(key)
-        if choice is None or now > choice.until:
-            anyone = Query(query.model, 1, (), query.block_size, tenant=tenant)
-            present = self._classes(anyone, now)[0]
-            choice = self._choice_of(present) if present else None
-            if choice is not None:
-                if len(self._choices) >= _MOST_CHOICES:
-                    self._choices.clear()
-                self._choices[key] = choice
-        special = query.excluded or query.pinned or query.labels or query.rank is not None
-        if choice is not None and not special and query.prompt_tokens <= choice.longest:
-            return choice
-        eligible = self._eligible(query, now)
-        if isinstance(eligible, Refusal):
-            return eligible
-        return self._choice_of(eligible, query.rank)
-
-    def _choice_of(self, workers: list[Worker], dp_rank: int | None = None) -> _Choice:
-        pages = [
-            self._pages[rank.slot]
-            for worker in workers
-            for rank in worker.ranks
-            if dp_rank is None or rank.holder.dp_rank == dp_rank
-        ]
-        return _Choice(
-            pages,
-            [page.candidate for page in pages],
-            [page for page in pages if page.worker.info.kvbm],
-            min(w.heard_at for w in workers) + self._config.liveness.suspect_after_s,
-            min(w.info.max_model_len or float("inf") for w in workers),
-        )
-
-    def _eligible(self, query: Query, now: float) -> list[Worker] | Refusal:
-        """Workers in choice: the first class that has any."""
-        for some in self._classes(query, now):
-            if some:
-                return some
-        own = self._own(query)
-        all_bars = {bar_of(w.info, self._table.status(w, now), query, own) for w in self._table}
-        bars = {bar for bar in all_bars if bar is not None}
-        known = self._table.remembers(query.model, now)
-        return refusal(query, bars, [w.info for w in self._table], known, self._synced)
-
-    def _classes(self, query: Query, now: float) -> tuple[list[Worker], list[Worker], list[Worker]]:
-        """First those that are there; then those that are silent or only starting; at last those
-        that refused somebody's connection and have spoken since, for that one may have been cut
-        off.
-        """
-        first: list[Worker] = []
-        second: list[Worker] = []
-        last: list[Worker] = []
-        own = self._own(query)
-        for worker in self._table:
-            status = self._table.status(worker, now)
-            bar = bar_of(worker.info, status, query, own)
-            if bar is None:
-                silent = status is Status.SUSPECT
-                (second if silent or worker.starting else first).append(worker)
-            elif bar is Bar.UNREACHABLE and worker.heard_since_refusal:
-                last.append(worker)
-        return first, second, last
-
-    def _own(self, query: Query) -> bool:
-        """Whether the request's tenant has workers of its own."""
-        return query.tenant in self._reserved and has_own_workers(
-            query, (w.info for w in self._table)
-        )
-
-    def _reserve(self) -> None:
-        self._reserved = frozenset[str]().union(*(w.info.tenants for w in self._table))
-
     def _hear(self, worker_id: str, incarnation: int, now: float) -> Worker | None:
         worker = self._table.get(worker_id)
         if worker is None:
             return None
         if worker.refused or worker.incarnation != incarnation:
-            self._choices.clear()
+            self._choices.changed()
         else:
             # By far the most frequent case, in few words.
             if now - worker.heard_at > self._config.liveness.suspect_after_s:
-                self._choices.clear()
+                self._choices.changed()
             worker.heard_at = now
             return worker
         change = self._table.heard(worker_id, incarnation, now)
@@ -725,7 +572,7 @@ class RouterCore:
             self._load.add_slot(rank.slot)
             self._rates.add_slot(rank.slot, info.model)
             self._churn.add_slot(rank.slot, info.model, info.total_blocks)
-            page = _Page(change.worker, rank, Candidate(rank.slot, warm=False))
+            page = Page(change.worker, rank, Candidate(rank.slot, warm=False))
             self._pages[rank.slot] = page
             self._learn((rank.slot,))
 
@@ -828,11 +675,6 @@ def _ttft_s(c: Candidate, now: float) -> float:
     return c.queue_s(now) + c.prefill_s + min(c.onboard_s, c.lower_tokens * c.token_s)
 
 
-def _wipe(pages: list[_Page]) -> None:
-    """Forgets what was written of one prompt."""
+def _wipe(pages: list[Page]) -> None:
     for page in pages:
-        candidate = page.candidate
-        candidate.g1_tokens = candidate.g2_tokens = candidate.g3_tokens = candidate.g4_tokens = 0
-        candidate.mates = candidate.repeats = candidate.onboard_s = 0.0
-        candidate.warm = False
-        page.below = None
+        page.wipe()

@@ -65,8 +65,8 @@ class Days:
             excluded=frozenset(self.rng.sample(sorted(self.lives), self.rng.choice([0, 0, 1]))),
             pinned=self.rng.choice(["", "", "", "w1"]),
         )
-        fresh = next((some for some in self.core._classes(query, self.now) if some), [])
-        choice = self.core._choose(query, self.now)
+        fresh = next((some for some in self.core._choices.classes(query, self.now) if some), [])
+        choice = self.core._choices.of(query, self.now)
         if isinstance(choice, Refusal):
             assert not fresh
             return

@@ -1,0 +1,184 @@
+"""Who is in choice for a request, remembered from one decision to the next.
+
+Most requests ask for nothing special, and workers change seldom: looking at each of a thousand
+anew would cost more than the rest of a decision. Whatever changes who may be chosen must say so
+(`changed`); that time passes, a memory knows by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from services.router.core.answers import Bar, Query, Refusal
+from services.router.core.cost import Candidate
+from services.router.core.eligibility import bar_of, has_own_workers, refusal
+from services.router.core.lives import Liveness, Status
+from services.router.core.usable import Usable
+from services.router.core.workers import HolderId, Rank, Worker, WorkerTable
+
+_MOST_CHOICES = 256
+"""Models and block sizes whose workers are remembered."""
+
+
+@dataclass(slots=True)
+class Page:
+    """A worker's rank, with what policies see of it."""
+
+    worker: Worker
+    rank: Rank
+    candidate: Candidate
+    below: Usable | None = None
+    """What tiers below G1 bring, for the decision in hand."""
+
+    def wipe(self) -> None:
+        """Forgets what was written of one prompt."""
+        candidate = self.candidate
+        candidate.g1_tokens = candidate.g2_tokens = candidate.g3_tokens = candidate.g4_tokens = 0
+        candidate.mates = candidate.repeats = candidate.onboard_s = 0.0
+        candidate.warm = False
+        self.below = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """Workers in choice for a model and block size, as long as nothing changes."""
+
+    pages: list[Page]
+    candidates: list[Candidate]
+    tiered: list[Page]
+    """Those with a daemon below them."""
+    until: float
+    """When the first of them may have been silent for too long."""
+    longest: float
+    """Longest prompt that all of them take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whom a decision fell on."""
+
+    best: int
+    """Number of the worker among those in choice."""
+    costs: list[float]
+    """Of all of them."""
+    stays: bool
+    """It is not the cheapest: a session stays with it."""
+    in_time: bool
+    """False: everybody's queue is longer than the limit."""
+
+
+class Choices:
+    """Who may be chosen, by the table's workers; `pages` by slot are the caller's."""
+
+    def __init__(self, table: WorkerTable, pages: Mapping[int, Page], liveness: Liveness) -> None:
+        self._table = table
+        self._pages = pages
+        self._liveness = liveness
+        self._remembered: dict[tuple[str, int, str], Choice] = {}
+        self._reserved: frozenset[str] = frozenset()
+        self.synced = False
+        """Whether all records have been read once: a model unknown then does not exist."""
+
+    def changed(self) -> None:
+        """Somebody's right to be chosen may have changed."""
+        self._remembered.clear()
+
+    def reserve(self) -> None:
+        """Records came, went or changed: notes anew whose tenants have workers of their own."""
+        self._reserved = frozenset[str]().union(*(w.info.tenants for w in self._table))
+
+    def of(self, query: Query, now: float) -> Choice | Refusal:
+        """Who may be chosen for a request, or why nobody may."""
+        tenant = query.tenant if query.tenant in self._reserved else ""
+        key = query.model, query.block_size, tenant
+        choice = self._remembered.get(key)
+        if choice is None or now > choice.until:
+            anyone = Query(query.model, 1, (), query.block_size, tenant=tenant)
+            present = self.classes(anyone, now)[0]
+            choice = self._made_of(present) if present else None
+            if choice is not None:
+                if len(self._remembered) >= _MOST_CHOICES:
+                    self._remembered.clear()
+                self._remembered[key] = choice
+        special = query.excluded or query.pinned or query.labels or query.rank is not None
+        if choice is not None and not special and query.prompt_tokens <= choice.longest:
+            return choice
+        eligible = self._eligible(query, now)
+        if isinstance(eligible, Refusal):
+            return eligible
+        return self._made_of(eligible, query.rank)
+
+    def barred(
+        self, query: Query, now: float, chosen: Collection[HolderId]
+    ) -> Iterator[tuple[HolderId, Bar]]:
+        """All ranks but those chosen, with what keeps them out of choice."""
+        own = self._own(query)
+        workers = {holder.id for holder in chosen}
+        for worker in self._table:
+            bar = bar_of(worker.info, self._table.status(worker, now), query, own)
+            bar = bar or (Bar.STARTING if worker.starting else Bar.SUSPECT)
+            for rank in worker.ranks:
+                if rank.holder not in chosen:
+                    other = query.rank not in (None, rank.holder.dp_rank)
+                    yield (
+                        rank.holder,
+                        Bar.OTHER_RANK if other and worker.info.id in workers else bar,
+                    )
+
+    def classes(self, query: Query, now: float) -> tuple[list[Worker], list[Worker], list[Worker]]:
+        """First those that are there; then those that are silent or only starting; at last those
+        that refused somebody's connection and have spoken since, for that one may have been cut
+        off.
+        """
+        first: list[Worker] = []
+        second: list[Worker] = []
+        last: list[Worker] = []
+        own = self._own(query)
+        for worker in self._table:
+            status = self._table.status(worker, now)
+            bar = bar_of(worker.info, status, query, own)
+            if bar is None:
+                silent = status is Status.SUSPECT
+                (second if silent or worker.starting else first).append(worker)
+            elif bar is Bar.UNREACHABLE and worker.heard_since_refusal:
+                last.append(worker)
+        return first, second, last
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when a memory is of somebody who can't be chosen."""
+        for choice in self._remembered.values():
+            assert all(self._pages.get(page.rank.slot) is page for page in choice.pages)
+            assert not any(page.worker.refused or page.worker.starting for page in choice.pages)
+
+    def _made_of(self, workers: list[Worker], dp_rank: int | None = None) -> Choice:
+        pages = [
+            self._pages[rank.slot]
+            for worker in workers
+            for rank in worker.ranks
+            if dp_rank is None or rank.holder.dp_rank == dp_rank
+        ]
+        return Choice(
+            pages,
+            [page.candidate for page in pages],
+            [page for page in pages if page.worker.info.kvbm],
+            min(w.heard_at for w in workers) + self._liveness.suspect_after_s,
+            min(w.info.max_model_len or float("inf") for w in workers),
+        )
+
+    def _eligible(self, query: Query, now: float) -> list[Worker] | Refusal:
+        """Workers in choice: the first class that has any."""
+        for some in self.classes(query, now):
+            if some:
+                return some
+        own = self._own(query)
+        all_bars = {bar_of(w.info, self._table.status(w, now), query, own) for w in self._table}
+        bars = {bar for bar in all_bars if bar is not None}
+        known = self._table.remembers(query.model, now)
+        return refusal(query, bars, [w.info for w in self._table], known, self.synced)
+
+    def _own(self, query: Query) -> bool:
+        """Whether the request's tenant has workers of its own."""
+        return query.tenant in self._reserved and has_own_workers(
+            query, (w.info for w in self._table)
+        )
