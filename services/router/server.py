@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,17 +13,16 @@ from forebay.router.v1 import router_pb2 as pb
 from forebay.router.v1 import router_pb2_grpc
 from opentelemetry.trace import Tracer
 
-from services.common.blocks import HashedAdapter, block_keys
 from services.common.errors import ForebayError, Internal, Unavailable
 from services.common.events.subscriber import FollowStats
 from services.common.ids import AttemptId
 from services.common.rpc.server import Service
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.tracing import extract
+from services.router.adapters.inbox import Asked, Inbox
 from services.router.adapters.messages import (
     candidate_message,
     failure_message,
-    given_blocks,
     holder_message,
     node_view,
     placement_message,
@@ -32,6 +30,7 @@ from services.router.adapters.messages import (
     worker_view,
 )
 from services.router.adapters.metrics import RouterMetrics
+from services.router.adapters.queries import query_of
 from services.router.core.admission import Admission, AdmissionConfig, Waiting
 from services.router.core.answers import Placement, Prefetch, Query, Refusal, RefusalKind
 from services.router.core.placement import RouterCore
@@ -41,88 +40,12 @@ from services.router.waiting import WaitingRoom
 
 log = get_logger(__name__)
 
-_MOST_WAITING = 1024
-"""Messages of one gateway read ahead; beyond that its stream waits until some are answered."""
-_TOKENS_IN_LOOP = 4096
-"""Longer prompts are hashed in a thread."""
-_MOST_SEQUENCES = 1024
-_LONGEST_SESSION = 256
 _DECISIONS_AT_ONCE = 16
 """Decisions before others get their turn; one takes some milliseconds for many workers."""
 _ANSWER_S = 0.05
 """Left of a call's deadline for its answer's way back."""
 _Carrier = dict[str, str]
 """Trace context."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A message of a gateway, ready to be decided."""
-
-    message: pb.RouteStreamRequest
-    query: Query | ForebayError | None
-
-
-class _Inbox:
-    """Messages between a stream's reader and its writer; bounded: a full one stops the reader."""
-
-    def __init__(self) -> None:
-        self._items: deque[_Asked] = deque()
-        self._more = asyncio.Event()
-        self._room = asyncio.Event()
-        self._closed = False
-        self._ended = False
-        self._ready: deque[pb.RouteStreamResponse] = deque()
-        self.waiting: dict[int, int] = {}
-        """Numbers of those that wait for room, by correlation id."""
-
-    async def put(self, item: _Asked) -> None:
-        """Adds a message as soon as there is room."""
-        while len(self._items) >= _MOST_WAITING:
-            self._room.clear()
-            await self._room.wait()
-        self._items.append(item)
-        self._more.set()
-
-    def close(self) -> None:
-        """No more messages come; what is there can still be taken, and late answers."""
-        self._closed = True
-        self._more.set()
-
-    def end(self) -> None:
-        """Nothing more is waited for, late answers neither."""
-        self._ended = True
-        self.close()
-
-    def unsent(self) -> list[str]:
-        """Attempt ids of placements that came late, and that nobody took."""
-        return [m.placement.attempt_id for m in self._ready if m.HasField("placement")]
-
-    def answer(self, message: pb.RouteStreamResponse) -> None:
-        """An answer that comes late. Not more than wait can be there."""
-        self._ready.append(message)
-        self._more.set()
-
-    def sign(self) -> None:
-        """Shows the gateway that we live, if it hears nothing else and something waits."""
-        if self.waiting and not self._ready:
-            self._ready.append(waiting_message(next(iter(self.waiting)), 0.0, 0.0))
-            self._more.set()
-
-    async def take(self) -> tuple[list[_Asked], list[pb.RouteStreamResponse]]:
-        """All that has arrived, and late answers; none at all means that it is over."""
-        while not self._items and not self._ready and not self._over:
-            self._more.clear()
-            await self._more.wait()
-        items, ready = list(self._items), list(self._ready)
-        self._items.clear()
-        self._ready.clear()
-        self._room.set()
-        return items, ready
-
-    @property
-    def _over(self) -> bool:
-        return self._ended or (self._closed and not self.waiting)
 
 
 def _leaving() -> Unavailable:
@@ -163,7 +86,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._streams = streams
         self._hint = hint
         self._draining = False
-        self._inboxes: set[_Inbox] = set()
+        self._inboxes: set[Inbox] = set()
 
     def service(self) -> Service:
         """Itself, as a gRPC server takes it."""
@@ -198,7 +121,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Decides what has arrived, answers, and looks again; one writer."""
         if self._draining:
             raise _leaving()
-        inbox = _Inbox()
+        inbox = Inbox()
         self._inboxes.add(inbox)
         self._metrics.stream(1)
         reader = asyncio.create_task(self._read(request_iterator, inbox), name="route reader")
@@ -228,7 +151,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def Route(self, request: pb.RouteRequest, context: Any) -> pb.RouteResponse:
         """One placement."""
-        query = await self._query(request)
+        query = await query_of(request, self._core)
         carrier = dict(context.invocation_metadata() or ())
         if request.traceparent:
             carrier = {"traceparent": request.traceparent, "tracestate": request.tracestate}
@@ -241,7 +164,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         """The scorecard."""
-        query = await self._query(request.request)
+        query = await query_of(request.request, self._core)
         now, limit_s = self._clock(), self._admission.limit_s
         card = self._core.explain(query, now, limit_s)
         if isinstance(card, Refusal):
@@ -303,17 +226,17 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     # Streams.
 
     async def _read(
-        self, request_iterator: AsyncIterator[pb.RouteStreamRequest], inbox: _Inbox
+        self, request_iterator: AsyncIterator[pb.RouteStreamRequest], inbox: Inbox
     ) -> None:
         try:
             async for message in request_iterator:
                 query: Query | ForebayError | None = None
                 if message.WhichOneof("kind") == "route":
                     try:
-                        query = await self._query(message.route)
+                        query = await query_of(message.route, self._core)
                     except ForebayError as exc:
                         query = exc
-                await inbox.put(_Asked(message, query))
+                await inbox.put(Asked(message, query))
         except grpc.RpcError as exc:
             log.info("gateway's stream broke", why=str(exc))
         except Exception:
@@ -322,7 +245,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         finally:
             inbox.close()
 
-    def _answer(self, asked: _Asked, inbox: _Inbox) -> pb.RouteStreamResponse | None:
+    def _answer(self, asked: Asked, inbox: Inbox) -> pb.RouteStreamResponse | None:
         message = asked.message
         number = message.correlation_id
         try:
@@ -422,7 +345,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise
 
     def _wait_on(
-        self, inbox: _Inbox, correlation: int, waiting: Waiting, query: Query, carrier: _Carrier
+        self, inbox: Inbox, correlation: int, waiting: Waiting, query: Query, carrier: _Carrier
     ) -> pb.RouteStreamResponse:
         """A stream's question waits; the answer comes with those of later ones."""
 
@@ -446,7 +369,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._room.enter(waiting.number, query, tell)
         return waiting_message(correlation, waiting.predicted_s, waiting.most_s)
 
-    def _leave(self, inbox: _Inbox) -> None:
+    def _leave(self, inbox: Inbox) -> None:
         """A stream is over for those who wait on it."""
         for number in inbox.waiting.values():
             self._room.leave(number)
@@ -454,7 +377,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         for attempt_id in inbox.unsent():
             self._core.release(AttemptId(attempt_id))
 
-    def _cancel(self, inbox: _Inbox, correlation: int) -> None:
+    def _cancel(self, inbox: Inbox, correlation: int) -> None:
         number = inbox.waiting.pop(correlation, None)
         if number is not None:
             self._room.leave(number)
@@ -478,64 +401,3 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             and self._core.refused(worker.id, worker.incarnation, self._clock())
         ):
             log.warning("worker unreachable, says a gateway", worker=worker.id)
-
-    async def _query(self, request: pb.RouteRequest) -> Query:
-        """The request in the core's words. Raises InvalidRequest that names the field."""
-        if not request.model:
-            raise invalid("model: a model's name is required, it is empty", "model")
-        if request.sequences > _MOST_SEQUENCES:
-            raise invalid(
-                f"sequences: at most {_MOST_SEQUENCES}, not {request.sequences}", "sequences"
-            )
-        if len(request.session_id) > _LONGEST_SESSION:
-            raise invalid(f"session_id: at most {_LONGEST_SESSION} characters", "session_id")
-        if request.token_ids:
-            keys, tokens, size = await self._hashed(request)
-        else:
-            keys, tokens, size = given_blocks(request)
-        return Query(
-            model=request.model,
-            prompt_tokens=tokens,
-            keys=keys,
-            block_size=size,
-            excluded=frozenset(request.excluded_workers),
-            pinned=request.pinned_worker,
-            rank=request.pinned_rank if request.HasField("pinned_rank") else None,
-            labels=dict(request.required_labels),
-            tenant=request.tenant,
-            session=request.session_id,
-            sequences=request.sequences or 1,
-            priority=request.priority,
-            admitted=request.admitted,
-            patience_s=request.deadline_ms / 1000 if request.deadline_ms else float("inf"),
-        )
-
-    async def _hashed(self, request: pb.RouteRequest) -> tuple[list[int], int, int]:
-        if request.block_hashes:
-            raise invalid("token_ids: give block_hashes or token_ids, not both", "token_ids")
-        tokens = list(request.token_ids)
-        if request.prompt_tokens not in (0, len(tokens)):
-            raise invalid(
-                f"prompt_tokens: {request.prompt_tokens}, but there are {len(tokens)} token_ids; "
-                "leave it out",
-                "prompt_tokens",
-            )
-        worker = self._core.model_worker(request.model, request.block_size_tokens)
-        if worker is None:
-            # The core knows best how to say that the model is not there.
-            return [], len(tokens), request.block_size_tokens
-        top = max(tokens)
-        if worker.vocab_size and top >= worker.vocab_size:
-            raise invalid(
-                f"token_ids: id {top} is not below the vocabulary's size {worker.vocab_size}",
-                "token_ids",
-            )
-        size = request.block_size_tokens or worker.block_size
-        path = worker.adapters.get(request.model)
-        adapter = None if path is None else HashedAdapter(request.model, path)
-
-        def hash_all() -> list[int]:
-            return list(block_keys(tokens, size, adapter=adapter, cache_salt=request.cache_salt))
-
-        keys = await asyncio.to_thread(hash_all) if len(tokens) > _TOKENS_IN_LOOP else hash_all()
-        return keys, len(tokens), size
