@@ -47,6 +47,7 @@ class Caretaker:
         loops = [
             tasks.create_task(self._tick(), name="tick"),
             tasks.create_task(self._down(), name="offload"),
+            tasks.create_task(self._tell_digests(), name="digests"),
         ]
         if node.settings.scrub_mb_s:
             loops.append(tasks.create_task(self._scrub(), name="scrub"))
@@ -64,6 +65,12 @@ class Caretaker:
             except Exception:  # a loop's boundary: the next tick tries again
                 log.exception("housekeeping failed")
             await asyncio.sleep(TICK_S)
+
+    async def _tell_digests(self) -> None:
+        while True:
+            await asyncio.sleep(self._node.settings.digest_interval_s)
+            for space in self._node.spaces.values():
+                space.tell_digests()
 
     def _observe(self) -> None:
         node, metrics = self._node, self._metrics

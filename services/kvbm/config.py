@@ -107,6 +107,8 @@ class KvbmSettings(ServiceSettings):
     """Most of a tier that pins may keep."""
     scrub_mb_s: float = Field(default=50.0, ge=0)
     """MiB a second that are verified in the background; 0: none."""
+    digest_interval_s: float = Field(default=5.0, gt=0)
+    """Seconds between digests of all blocks stored, by which routers check what they know."""
     purge: bool = False
     """Removes all arenas and disk blocks at start instead of adopting them."""
 

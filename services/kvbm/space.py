@@ -14,7 +14,14 @@ from typing import Any
 
 from services.common.arena import Arena, CorruptHeader, Geometry, SlotHeader
 from services.common.blocks import block_key
-from services.common.events.model import BlocksCleared, Event, Tier, TierBlocks, TierRate
+from services.common.events.model import (
+    BlocksCleared,
+    BlocksDigest,
+    Event,
+    Tier,
+    TierBlocks,
+    TierRate,
+)
 from services.common.events.tiers import tier_events
 from services.common.telemetry.logging import get_logger
 from services.kvbm.core.catalog import Catalog, Copy
@@ -25,6 +32,7 @@ from services.kvbm.core.offload import OffloadPlan
 from services.kvbm.metrics import KvbmMetrics
 from services.kvbm.tiers.port import DiskSpace, ObjectSpace
 
+_TOLD = (Tier.G2, Tier.G3, Tier.G4)
 ADOPT_AT_ONCE = 2048
 """Headers read at start before others get their turn."""
 log = get_logger(__name__)
@@ -60,6 +68,8 @@ class Space:
         self.told_rates: dict[Tier, TierRate] = {}
         """Rates as routers last heard of them."""
         self._publish = publish
+        self._told = {tier: (0, 0) for tier in _TOLD}
+        """How many keys routers were told to be in each tier, and their xor."""
         self._short: dict[int, bytes] = {}
         self._erasures: set[int] = set()
         self._erasing = asyncio.Lock()
@@ -98,11 +108,15 @@ class Space:
             else:
                 self._erasures.add(write.slot)
         for tier, key in changes.removed:
+            blocks, xor = self._told[tier]
+            self._told[tier] = blocks - 1, xor ^ block_key(key)
             self.metrics.evicted(tier, 1)
             if not self.catalog.tiers_of(key):
                 self._short.pop(block_key(key), None)
                 self.run_ends.pop(key, None)
         for tier, key in changes.stored:
+            blocks, xor = self._told[tier]
+            self._told[tier] = blocks + 1, xor ^ block_key(key)
             self._short[block_key(key)] = key
             self._note_run_end(key, tier)
             if tier is Tier.G2:
@@ -201,8 +215,17 @@ class Space:
             TierBlocks(
                 tier, [block_key(k) for k in self.catalog.keys(tier)], namespace=self.namespace
             )
-            for tier in (Tier.G2, Tier.G3, Tier.G4)
+            for tier in _TOLD
         ]
+
+    def tell_digests(self) -> None:
+        """Tells what each tier holds, condensed, so that routers see whether they know it all."""
+        self._publish(
+            [
+                BlocksDigest(tier, blocks, xor, namespace=self.namespace)
+                for tier, (blocks, xor) in self._told.items()
+            ]
+        )
 
     def tell_rates(self) -> None:
         """Tells routers what the gate has learned, where it differs by more than a tenth."""
@@ -215,7 +238,7 @@ class Space:
 
     def announce_end(self) -> None:
         """Tells that all its blocks are gone: the namespace makes room for another."""
-        for tier in (Tier.G2, Tier.G3, Tier.G4):
+        for tier in _TOLD:
             self._publish([BlocksCleared(tier, namespace=self.namespace)])
 
     async def close(self) -> None:

@@ -286,6 +286,8 @@ class NodeTable:
             case BlocksCleared(tier=tier):
                 holding.clear(tier)
             case BlocksDigest(tier=tier, blocks=blocks, xor=xor):
+                if node.entries >= self._most_blocks:
+                    return  # some were refused: it can't be the same
                 part = event.namespace, tier
                 self._doubts.compare(node.info.id, part, holding.digest(tier), blocks, xor)
             case TierRate(tier=tier):
