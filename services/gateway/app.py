@@ -7,12 +7,14 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from services.common.cards import Holder, Instance, InstanceKind, ModelCard
 from services.common.discovery import Discovery, open_discovery
 from services.common.ids import new_id, new_incarnation
 from services.common.lifecycle import Lifecycle
+from services.common.loops import keep_going
 from services.common.net import advertised_host, host_port
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
@@ -115,8 +117,12 @@ async def main(
                     keep_alive_s=settings.http_keep_alive_s,
                     grace_s=settings.drain_timeout_s,
                 ) as server:
-                    gauges = _gauges(metrics, workers, routers, models, lambda: server.connections)
-                    background.append(tasks.create_task(gauges, name="gauges"))
+                    gauges = partial(
+                        _gauges, metrics, workers, routers, models, lambda: server.connections
+                    )
+                    background.append(
+                        tasks.create_task(keep_going(gauges, "gauges"), name="gauges")
+                    )
                     host = advertised_host(settings.host, settings.advertise_host)
                     instance = Instance(
                         id=gateway_id,

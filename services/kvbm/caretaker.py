@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from services.common.events.model import Tier
+from services.common.loops import keep_going
 from services.common.telemetry.logging import get_logger
-from services.kvbm.core.model import Owner, ReadyBlock, SlotRef, sealed_header
+from services.kvbm.core.model import BlockMeta, Owner, ReadyBlock, SlotRef, sealed_header
 from services.kvbm.core.offload import WriteBudget
 from services.kvbm.metrics import KvbmMetrics
 from services.kvbm.moves import BATCH_BLOCKS
@@ -44,26 +47,23 @@ class Caretaker:
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Starts all loops; cancelling them stops them."""
         node = self._node
-        loops = [
-            tasks.create_task(self._tick(), name="tick"),
-            tasks.create_task(self._down(), name="offload"),
-            tasks.create_task(self._tell_digests(), name="digests"),
-        ]
+        loops: dict[str, Callable[[], Awaitable[None]]] = {
+            "tick": self._tick,
+            "offload": self._down,
+            "digests": self._tell_digests,
+        }
         if node.settings.scrub_mb_s:
-            loops.append(tasks.create_task(self._scrub(), name="scrub"))
-        for tier in (node.disk, node.remote):
+            loops["scrub"] = self._scrub
+        for name, tier in (("disk probe", node.disk), ("remote probe", node.remote)):
             if tier is not None:
-                loops.append(tasks.create_task(self._probe(tier), name="probe"))
-        return loops
+                loops[name] = partial(self._probe, tier)
+        return [tasks.create_task(keep_going(run, name), name=name) for name, run in loops.items()]
 
     async def _tick(self) -> None:
         while True:
-            try:
-                self._node.bury_dead()
-                self._readers.expire()
-                self._observe()
-            except Exception:  # a loop's boundary: the next tick tries again
-                log.exception("housekeeping failed")
+            self._node.bury_dead()
+            self._readers.expire()
+            self._observe()
             await asyncio.sleep(TICK_S)
 
     async def _tell_digests(self) -> None:
@@ -101,7 +101,7 @@ class Caretaker:
                 try:
                     await space.erase_dropped()
                     moved += await self._to_disk(space) + await self._to_remote(space)
-                except Exception:  # a loop's boundary: the next round tries again
+                except Exception:  # one namespace's trouble must not keep others waiting
                     log.exception("offloading failed")
             if not moved:
                 await asyncio.sleep(OFFLOAD_S)
@@ -190,19 +190,22 @@ class Caretaker:
         if tier is Tier.G2:
             good = await verify(self._node, space, ReadyBlock(key, ref, meta.checksums))
         else:
-            good = await self._check_disk(space, key, ref)
+            good = await self._check_disk(space, meta, ref)
         self._metrics.scrubbed(tier, 1)
         return good
 
-    async def _check_disk(self, space: Space, key: bytes, ref: SlotRef) -> bool:
+    async def _check_disk(self, space: Space, meta: BlockMeta, ref: SlotRef) -> bool:
         """Reads a block on disk into a slot that nobody else uses; its verdict is the load's."""
-        now = self._node.now_ms
+        key, now = meta.key, self._node.now_ms
         slots = space.catalog.grant(SCRUBBER, 1, now())
         space.apply()
-        if not slots or space.disk is None:
+        if not slots:
             return True
-        meta = space.catalog.meta(key, Tier.G3)
-        assert meta is not None
+        if space.disk is None or space.catalog.slot(Tier.G3, key) != ref:
+            # To make room, even this block may have gone.
+            space.catalog.give_back(SCRUBBER, slots[0], now())
+            space.apply()
+            return True
         header = sealed_header(meta, ref.generation, space.geometry.payload_bytes)
         result = await space.disk.load(
             [Transfer(slots[0].index, header, ref.index)], self._node.settings.disk_timeout_s

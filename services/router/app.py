@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from functools import partial
 
 from services.common.cards import Instance, InstanceKind
 from services.common.discovery import Discovery, open_discovery
 from services.common.ids import AttemptId, new_id, new_incarnation
 from services.common.lifecycle import Lifecycle
+from services.common.loops import keep_going
 from services.common.net import advertised_host, host_port
 from services.common.rpc.server import rpc_server
 from services.common.telemetry.logging import get_logger
@@ -82,7 +84,12 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                         watch_nodes(discovery, core.nodes, followers, clock), name="kvbm discovery"
                     ),
                     tasks.create_task(
-                        _tick(core, servicer, followers, metrics, discovery, collections),
+                        keep_going(
+                            partial(
+                                _tick, core, servicer, followers, metrics, discovery, collections
+                            ),
+                            "tick",
+                        ),
                         name="tick",
                     ),
                 ]

@@ -19,6 +19,7 @@ from services.common.discovery import open_discovery
 from services.common.events.publisher import EventPublisher, open_publisher
 from services.common.ids import new_id, new_incarnation
 from services.common.lifecycle import Lifecycle
+from services.common.loops import keep_going
 from services.common.rpc.server import RpcServer, Service, rpc_server
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
@@ -97,7 +98,7 @@ class Worker:
         """Serves until a stop is asked for, then drains. Raises EngineStopped."""
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self.service.watch(), name="watchdog"),
+                group.create_task(keep_going(self.service.watch, "watchdog"), name="watchdog"),
                 group.create_task(self._announce(), name="announcer"),
             ]
             stop = group.create_task(life.wait_stop(), name="stop")

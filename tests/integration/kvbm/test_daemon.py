@@ -15,6 +15,8 @@ from forebay.kvbm.v1 import kvbm_pb2 as pb
 from services.common.arena import Geometry
 from services.common.events.model import Tier
 from services.common.rpc.errors import translate
+from services.kvbm.caretaker import SCRUBBER
+from services.kvbm.core.model import Owner, SlotRef
 from tests.support.kvbm import NAMESPACE, SMALL, chain, content, daemon_process, engine
 from tests.support.polling import until
 
@@ -439,3 +441,27 @@ async def test_ranks_fill_a_block_by_themselves_in_any_order(rig: Any) -> None:
         assert await commit(first, 2) == [STORED]
         await second.release(found)
         r.daemon.node.spaces[NAMESPACE].catalog.check_invariants()
+
+
+async def test_a_scrubbed_block_may_go_at_any_moment(rig: Any, monkeypatch: Any) -> None:
+    """C3: the slot that its bytes are read into may be its own last breath."""
+    async with rig(disk_cache_gb=16 * 2**20 / 2**30, scrub_mb_s=0) as r, engine(r.address) as e:
+        keys = chain("scrubbed", 4)
+        await e.save(keys)
+        space = r.daemon.node.spaces[NAMESPACE]
+
+        async def on_disk() -> int:
+            return sum(space.catalog.slot(Tier.G3, key) is not None for key in keys)
+
+        await until(on_disk, lambda n: n == len(keys), within_s=10, what="blocks on disk")
+        caretaker = r.daemon.caretaker
+        assert await caretaker.check(space, Tier.G3, keys[0])
+        grant = space.catalog.grant
+
+        def grant_by_eviction(owner: Owner, count: int, now_ms: int) -> list[SlotRef]:
+            space.catalog.forget(Tier.G3, keys[0], now_ms)
+            return list(grant(owner, count, now_ms))
+
+        monkeypatch.setattr(space.catalog, "grant", grant_by_eviction)
+        assert await caretaker.check(space, Tier.G3, keys[0])
+        assert space.catalog.granted(SCRUBBER) == 0
