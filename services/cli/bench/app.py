@@ -71,6 +71,10 @@ def bench_router(
     profile: Annotated[
         str, typer.Option(help="Timing profile of the engine model: GPU/MODEL.")
     ] = "h100/llama-3.1-8b",
+    host_blocks: Annotated[
+        int,
+        typer.Option(help="Blocks of host memory below each worker (engine model).", min=0),
+    ] = 0,
     limit: Annotated[int, typer.Option(help="Only so many first requests; 0: all.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Seed of all that is left to chance.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
@@ -103,6 +107,7 @@ def bench_router(
         jitter_s=jitter,
         model=kind,
         profile=profile,
+        host_blocks=host_blocks,
         seed=seed,
         limit=limit,
     )

@@ -1,12 +1,13 @@
 """The `engine` worker model of the replay: the simulator's engine (services/worker/engines/sim).
 
-Chunked prefill, continuous batching, preemption, in simulated time. Blocks are those of the trace,
-and full ones alone can be hit.
+Chunked prefill, continuous batching, preemption, in simulated time; host memory below it, if it
+shall have any. Blocks are those of the trace, and full ones alone can be hit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.common.events.model import (
     Event,
@@ -16,11 +17,15 @@ from services.common.events.model import (
     RequestFirstToken,
     RunningRequest,
     Snapshot,
+    Tier,
+    TierBlocks,
+    TierRate,
 )
 from services.common.ids import AttemptId, BlockKey
 from services.router.replay.run import ReplayError
 from services.router.replay.trace import BLOCK_TOKENS, TraceRequest
 from services.worker.core.blocks import BlockMirror
+from services.worker.engines.sim.core.lower import LowerTier
 from services.worker.engines.sim.core.model import SimConfig, SimRequest, SimStep
 from services.worker.engines.sim.core.simulator import Simulator
 from services.worker.engines.sim.core.timing import TimingProfile
@@ -29,15 +34,44 @@ _COALESCE_S = 0.25
 """Steps that only decode are told together up to so long: as often as a worker's heartbeat."""
 
 
+class HostMemory:
+    """Host memory below one engine, and what its daemon would tell of it."""
+
+    namespace = bytes(32)
+
+    def __init__(self, tier: LowerTier) -> None:
+        self.tier = tier
+        self._blocks = BlockMirror()
+
+    def take_news(self) -> Sequence[Event]:
+        """What came and went since the last call."""
+        events = self._blocks.apply(self.tier.take_news())
+        return [replace(event, tier=Tier.G2, namespace=self.namespace) for event in events]
+
+    def snapshot(self, publisher: str, sequence: int) -> Snapshot:
+        """What was told, and what a load takes."""
+        held = [key for part in self._blocks.blocks() for key in part.keys]
+        rate = TierRate(Tier.G2, self.tier.latency_s, self.tier.block_s, self.namespace)
+        blocks = (TierBlocks(Tier.G2, held, namespace=self.namespace),)
+        return Snapshot(publisher, 1, sequence, blocks, rates=(rate,))
+
+
 class EngineWorker:
     """One simulated engine, and what its worker would tell."""
 
     block_tokens = BLOCK_TOKENS
     first_gap = 1
 
-    def __init__(self, profile: TimingProfile, capacity_blocks: int, speed: float = 1.0) -> None:
+    def __init__(
+        self,
+        profile: TimingProfile,
+        capacity_blocks: int,
+        speed: float = 1.0,
+        host: LowerTier | None = None,
+    ) -> None:
         config = SimConfig(profile, capacity_blocks, BLOCK_TOKENS, coalesce_s=_COALESCE_S)
-        self._sim = Simulator(config)
+        self._sim = Simulator(config, lower=host)
+        self.tiers = None if host is None else HostMemory(host)
         self._sim.slow = 1 / speed
         self._blocks = BlockMirror()
         self._running: dict[AttemptId, tuple[RequestAdmitted, bool]] = {}

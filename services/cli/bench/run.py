@@ -27,7 +27,11 @@ from services.router.replay.trace import (
     sped_up,
     with_think_time,
 )
-from services.worker.engines.sim.core.published import published
+from services.worker.engines.sim.core.lower import LowerTier
+from services.worker.engines.sim.core.published import host_block_s, published
+
+_HOST_LATENCY_S = 0.002
+"""Before the first block of a load."""
 
 OnProgress = Callable[[str, float], None]
 """Told what runs (policy and trace) and which share of it is done."""
@@ -57,6 +61,7 @@ class BenchOptions:
     jitter_s: float = 0.0
     model: ModelKind = ModelKind.SIMPLE
     profile: str = ""
+    host_blocks: int = 0
     seed: int = 0
     limit: int = 0
 
@@ -129,12 +134,26 @@ def _models(options: BenchOptions) -> Sequence[WorkerModel]:
         except ValueError as exc:
             raise UsageError(f"--profile: {exc}") from exc
         return [
-            EngineWorker(profile, options.capacity_blocks, options.slow_worker if i == 0 else 1.0)
+            EngineWorker(
+                profile,
+                options.capacity_blocks,
+                options.slow_worker if i == 0 else 1.0,
+                _host(options),
+            )
             for i in range(options.workers)
         ]
+    if options.host_blocks:
+        raise UsageError("--host-blocks goes with --model engine")
     base = SimpleSettings(options.capacity_blocks)
     slow = SimpleSettings(options.capacity_blocks, base.prefill_tps * options.slow_worker)
     return [SimpleWorker(slow if i == 0 else base) for i in range(options.workers)]
+
+
+def _host(options: BenchOptions) -> LowerTier | None:
+    if not options.host_blocks:
+        return None
+    block_s = host_block_s(options.profile, EngineWorker.block_tokens)
+    return LowerTier(options.host_blocks, latency_s=_HOST_LATENCY_S, block_s=block_s)
 
 
 def _placer(name: str, models: Sequence[WorkerModel], options: BenchOptions) -> Placer:

@@ -6,19 +6,33 @@ the service joins streams with (services/common/events/join.py), and from there 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from services.common.events.join import Apply, FollowStats, Heard, Instruction, Join, TakeSnapshot
 from services.common.events.join import Reset as TakeState
 from services.common.events.model import Batch, Snapshot
-from services.router.core.placement import RouterCore
 
 HEARTBEAT_S = 0.25
 """How often a silent worker tells its last number."""
 
 
-class Link:
-    """One worker's stream at one router. `wants_snapshot` is for the caller to answer."""
+class ReadModel(Protocol):
+    """What takes a stream's news: a router's core, or its table of daemons."""
 
-    def __init__(self, core: RouterCore, publisher: str) -> None:
+    def heard(self, publisher: str, incarnation: int, now: float, /) -> bool:
+        """It lives."""
+
+    def reset(self, snapshot: Snapshot, now: float, /) -> bool:
+        """It holds exactly this."""
+
+    def apply(self, batch: Batch, now: float, /) -> object:
+        """What is new."""
+
+
+class Link:
+    """One publisher's stream at one router. `wants_snapshot` is for the caller to answer."""
+
+    def __init__(self, core: ReadModel, publisher: str) -> None:
         self.stats = FollowStats()
         self._core = core
         self._publisher = publisher

@@ -36,3 +36,21 @@ class WorkerModel(Protocol):
 
     def snapshot(self, publisher: str, sequence: int, now: float) -> Snapshot:
         """Its whole state, as of event number `sequence`."""
+
+    @property
+    def tiers(self) -> TierModel | None:
+        """The tiers below it, which have a stream of their own; None: there are none."""
+
+
+class TierModel(Protocol):
+    """What a kvbm daemon would tell of the tiers below one worker."""
+
+    @property
+    def namespace(self) -> bytes:
+        """Of its blocks."""
+
+    def take_news(self) -> Sequence[Event]:
+        """What changed since the last call."""
+
+    def snapshot(self, publisher: str, sequence: int) -> Snapshot:
+        """All that it holds, as of event number `sequence`."""

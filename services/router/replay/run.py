@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
@@ -13,9 +13,11 @@ from services.common.events.model import (
     Event,
     RequestFinished,
     RequestFirstToken,
+    Snapshot,
 )
 from services.common.ids import AttemptId
 from services.router.core.answers import Query, Refusal
+from services.router.core.nodes import NodeInfo
 from services.router.core.placement import CoreConfig, RouterCore
 from services.router.core.workers import WorkerInfo
 from services.router.replay.links import HEARTBEAT_S, Link
@@ -96,19 +98,35 @@ class CorePlacer:
         self._cores = [RouterCore(config, Random(seed + 1 + r)) for r in range(replicas)]
         self._names = [f"worker-{i:04d}" for i in range(len(models))]
         self._numbers = {name: i for i, name in enumerate(self._names)}
-        self._links = [[Link(core, name) for name in self._names] for core in self._cores]
-        self._sequence = [0] * len(models)
+        # One stream for each worker, then one for each worker's tiers, if it has any.
+        self._nodes = {
+            i: n for n, i in enumerate((i for i, m in enumerate(models) if m.tiers), len(models))
+        }
+        self._names += [f"kvbm-{i:04d}" for i in self._nodes]
+        self._links = [
+            [
+                Link(core if n < len(models) else core.nodes, name)
+                for n, name in enumerate(self._names)
+            ]
+            for core in self._cores
+        ]
+        self._sequence = [0] * len(self._names)
         self._due: list[tuple[float, int, int, int, Batch | None, bool]] = []
         self._order = 0
         self._ticked = [0.0] * replicas
         self.decision_s = 0.0
         for core, links in zip(self._cores, self._links, strict=True):
-            for i, name in enumerate(self._names):
-                size = models[i].block_tokens
+            for i, model in enumerate(models):
+                name, size = self._names[i], model.block_tokens
                 info = WorkerInfo(name, 1, name, _MODEL, size, total_blocks=capacity_blocks)
+                if model.tiers is not None:
+                    node = self._names[self._nodes[i]]
+                    core.nodes.record(NodeInfo(node, 1, node), 0.0)
+                    info = replace(info, kvbm=node, namespace=model.tiers.namespace)
                 core.record(info, 0.0)
-                links[i].arrives(Batch(name, 1, 0, 0), 0.0)
-                links[i].take(models[i].snapshot(name, 0, 0.0), 0.0)
+            for n, name in enumerate(self._names):
+                links[n].arrives(Batch(name, 1, 0, 0), 0.0)
+                links[n].take(self._snapshot(n, 0.0), 0.0)
             core.synced()
 
     @property
@@ -136,17 +154,32 @@ class CorePlacer:
         return self._numbers[placement.holder.id]
 
     def tell(self, worker: int, events: Sequence[Event], now: float) -> None:
-        """Sends an envelope to every router."""
-        self._sequence[worker] += 1
+        """Sends an envelope to every router, and one of what changed below the worker."""
+        self._send(worker, events, now)
+        tiers = self._models[worker].tiers
+        if tiers is not None and (news := tiers.take_news()):
+            self._send(self._nodes[worker], news, now)
+
+    def _send(self, stream: int, events: Sequence[Event], now: float) -> None:
+        self._sequence[stream] += 1
         batch = Batch(
-            self._names[worker], 1, self._sequence[worker], round(now * 1e6), tuple(events)
+            self._names[stream], 1, self._sequence[stream], round(now * 1e6), tuple(events)
         )
         for which, links in enumerate(self._links):
             lost = self._faults.drop > 0 and self._dice.random() < self._faults.drop
             if self._faults.lag_s > 0:
-                self._later(now + self._faults.lag_s, which, worker, batch, lost)
+                self._later(now + self._faults.lag_s, which, stream, batch, lost)
             else:
-                self._deliver(links[worker], which, worker, batch, now, lost)
+                self._deliver(links[stream], which, stream, batch, now, lost)
+
+    def _snapshot(self, stream: int, now: float) -> Snapshot:
+        name, sequence = self._names[stream], self._sequence[stream]
+        if stream < len(self._models):
+            return self._models[stream].snapshot(name, sequence, now)
+        worker = next(i for i, n in self._nodes.items() if n == stream)
+        tiers = self._models[worker].tiers
+        assert tiers is not None
+        return tiers.snapshot(name, sequence)
 
     def settle(self, now: float) -> None:
         """Lets heartbeats come and what they call for, until nothing is under way."""
@@ -164,33 +197,32 @@ class CorePlacer:
     def advance(self, now: float) -> None:
         """Delivers what has arrived."""
         while self._due and self._due[0][0] <= now:
-            when, _, which, worker, batch, lost = heapq.heappop(self._due)
-            link = self._links[which][worker]
+            when, _, which, stream, batch, lost = heapq.heappop(self._due)
+            link = self._links[which][stream]
             if batch is not None:
-                self._deliver(link, which, worker, batch, when, lost)
+                self._deliver(link, which, stream, batch, when, lost)
                 continue
-            name = self._names[worker]
-            link.take(self._models[worker].snapshot(name, self._sequence[worker], when), when)
-            self._fetch(which, worker, when)
+            link.take(self._snapshot(stream, when), when)
+            self._fetch(which, stream, when)
 
     def _deliver(
-        self, link: Link, which: int, worker: int, batch: Batch, now: float, lost: bool
+        self, link: Link, which: int, stream: int, batch: Batch, now: float, lost: bool
     ) -> None:
         if lost:
             link.lost(batch)
             return
         link.arrives(batch, now)
-        self._fetch(which, worker, now)
+        self._fetch(which, stream, now)
 
-    def _fetch(self, which: int, worker: int, now: float) -> None:
-        link = self._links[which][worker]
+    def _fetch(self, which: int, stream: int, now: float) -> None:
+        link = self._links[which][stream]
         if link.wants_snapshot and not link.fetching:
             link.fetching = True
-            self._later(now + _SNAPSHOT_S, which, worker, None, False)
+            self._later(now + _SNAPSHOT_S, which, stream, None, False)
 
-    def _later(self, when: float, which: int, worker: int, batch: Batch | None, lost: bool) -> None:
+    def _later(self, when: float, which: int, stream: int, batch: Batch | None, lost: bool) -> None:
         self._order += 1
-        heapq.heappush(self._due, (when, self._order, which, worker, batch, lost))
+        heapq.heappush(self._due, (when, self._order, which, stream, batch, lost))
 
 
 @dataclass(slots=True)

@@ -174,6 +174,8 @@ class SimpleWorker:
             events.append(self._report(now))
         return events
 
+    tiers = None
+
     def snapshot(self, publisher: str, sequence: int, now: float) -> Snapshot:
         """Blocks and requests as they are."""
         return Snapshot(

@@ -9,7 +9,7 @@ Engines of one node may share a tier. What it evicts is what was longest unused.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 
 from services.common.ids import BlockKey
 from services.worker.core.blocks import BlockChange, CopiesAdded, CopiesDropped
@@ -29,6 +29,10 @@ class LowerTier:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def keys(self) -> KeysView[BlockKey]:
+        """All that it holds, what was longest unused first."""
+        return self._held.keys()
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many of `keys` it holds, from the first on without a hole."""

@@ -23,6 +23,8 @@ STEP_OVERHEAD_S = 0.001
 """Scheduling and launching a step: an assumption."""
 SEQUENCE_OVERHEAD_S = 5e-6
 """Sampling and book-keeping of a sequence in a step: an assumption."""
+HOST_BYTES_PER_S = 20e9
+"""From host memory into a GPU's: an assumption, of a link of 32 GB/s."""
 _BYTES = 2
 
 
@@ -93,6 +95,11 @@ def capacity_tokens(name: str) -> int:
     """Tokens whose KV fit beside the weights. Raises ValueError that names the known ones."""
     gpu, shape = _find(name)
     return int(_kv_bytes(gpu, shape) / shape.kv_token_bytes)
+
+
+def host_block_s(name: str, block_tokens: int) -> float:
+    """Seconds to bring a block up from host memory. Raises ValueError that names the known ones."""
+    return _find(name)[1].kv_token_bytes * block_tokens / HOST_BYTES_PER_S
 
 
 def _kv_bytes(gpu: Gpu, shape: Shape) -> float:
