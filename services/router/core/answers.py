@@ -11,8 +11,8 @@ from services.common.ids import AttemptId
 from services.router.core.cost import Candidate, Score
 from services.router.core.index import Digest
 from services.router.core.lives import Status
-from services.router.core.load import LoadView
 from services.router.core.policies import PolicyName
+from services.router.core.requests import LoadView
 from services.router.core.workers import HolderId, WorkerInfo
 
 

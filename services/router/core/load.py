@@ -8,137 +8,23 @@ their admissions. Nothing here knows of blocks stored, models or liveness.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 from services.common.events.model import LoadReport, RequestAdmitted, RunningRequest
 from services.common.ids import AttemptId
 from services.router.core.cost import Candidate
 from services.router.core.inflight import InflightPrefixes, Mates, anchored
-
-
-@dataclass(frozen=True, slots=True)
-class LoadView:
-    """A worker's load at one moment."""
-
-    booked: int = 0
-    """Sequences of placements that no event has confirmed."""
-    queued: int = 0
-    """Admitted requests without a first token."""
-    decoding: int = 0
-    """Requests that produce tokens."""
-    queued_tokens: int = 0
-    """Prompt tokens ahead of a new request, still to be computed; bookings included."""
-    active_tokens: int = 0
-    """Prompt tokens of all requests booked or in the engine: what they keep of its space."""
-    report: LoadReport | None = None
-    """Last report of the engine itself."""
-
-    @property
-    def active(self) -> int:
-        """Requests booked or in the engine."""
-        return self.booked + self.queued + self.decoding
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """How fast a request's tokens after its first came, and beside what."""
-
-    tokens: int
-    seconds: float
-    batch: float
-    """Mean number of decodes meanwhile, itself included."""
-    kv_tokens: float
-    """Mean prompt tokens of these."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request that left an engine; `predicted` is None unless this router placed it."""
-
-    slot: int
-    attempt_id: AttemptId
-    prompt_tokens: int
-    cached_tokens: int
-    predicted: int | None
-    aborted: bool
-    decoded: Decoded | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillDone:
-    """A request whose first token is out."""
-
-    slot: int
-    computed_tokens: int
-    pairs: float
-    """The sum over these of the tokens that each attends to."""
-    admitted_at: float | None
-    """None when that is not known, or says nothing of the engine's rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What an engine is thought not to compute of a request."""
-
-    cached_tokens: int = 0
-    onboards: bool = False
-    """Whether some of that comes from tiers below G1."""
-
-
-@dataclass(slots=True)
-class _Request:
-    slot: int
-    prompt_tokens: int
-    uncached: int
-    keys: Sequence[int]
-    sequences: int = 1
-    booked_until: float | None = None
-    decoding: bool = False
-    predicted: int | None = None
-    admitted_at: float | None = None
-    after_report: bool = True
-    onboards: bool = False
-    began: tuple[float, float, float] | None = None
-    """When its first token came, and the slot's decode sums then; None: not seen."""
-
-    @property
-    def pairs(self) -> float:
-        return pairs_of(self.prompt_tokens, self.uncached)
-
-
-@dataclass(slots=True)
-class _Sums:
-    booked: int = 0
-    queued: int = 0
-    decoding: int = 0
-    booked_tokens: int = 0
-    queued_tokens: int = 0
-    fresh_tokens: int = 0
-    pairs: float = 0.0
-    active_tokens: int = 0
-    active_blocks: int = 0
-
-
-@dataclass(slots=True)
-class _Clock:
-    """What a slot's engine does over time."""
-
-    head_since: float = 0.0
-    told_at: float = 0.0
-    decoding_s: float = 0.0
-    """The number of decodes, summed over time."""
-    kv_s: float = 0.0
-    """Their prompt tokens, summed over time."""
-    kv_tokens: int = 0
-    summed_at: float = 0.0
-    queue: dict[AttemptId, None] = field(default_factory=dict)
-    """Admitted requests without a first token, in order."""
-
-
-def pairs_of(prompt_tokens: int, uncached: int) -> float:
-    """Uncached tokens x their mean context: the last tokens of a prompt are the uncached ones."""
-    return uncached * (prompt_tokens - uncached / 2)
+from services.router.core.requests import (
+    Clock,
+    Decoded,
+    Estimate,
+    Finished,
+    LoadView,
+    PrefillDone,
+    Request,
+    Sums,
+    pairs_of,
+)
 
 
 class LoadBook:
@@ -146,12 +32,12 @@ class LoadBook:
 
     def __init__(self, booking_ttl_s: float = 10.0) -> None:
         self._ttl = booking_ttl_s
-        self._requests: dict[AttemptId, _Request] = {}
+        self._requests: dict[AttemptId, Request] = {}
         # In order of expiry, since all live equally long.
         self._bookings: dict[AttemptId, None] = {}
-        self._sums: dict[int, _Sums] = {}
+        self._sums: dict[int, Sums] = {}
         self._reports: dict[int, LoadReport] = {}
-        self._clocks: dict[int, _Clock] = {}
+        self._clocks: dict[int, Clock] = {}
         self._by_slot: dict[int, set[AttemptId]] = {}
         self._inflight = InflightPrefixes()
         self.expired = 0
@@ -161,8 +47,8 @@ class LoadBook:
 
     def add_slot(self, slot: int) -> None:
         """Opens a page for a worker."""
-        self._sums[slot] = _Sums()
-        self._clocks[slot] = _Clock()
+        self._sums[slot] = Sums()
+        self._clocks[slot] = Clock()
         self._by_slot[slot] = set()
         self.changed.add(slot)
 
@@ -191,7 +77,7 @@ class LoadBook:
         onboards: bool = False,
     ) -> None:
         """A placement of this router counts from now on."""
-        request = _Request(
+        request = Request(
             slot,
             prompt_tokens,
             prompt_tokens - cached_tokens,
@@ -246,7 +132,7 @@ class LoadBook:
                 predicted = booked.predicted
                 uncached = max(1, event.prompt_tokens - (predicted or 0))
                 onboards = booked.onboards
-        request = _Request(
+        request = Request(
             slot,
             event.prompt_tokens,
             uncached,
@@ -434,7 +320,7 @@ class LoadBook:
     def check_invariants(self) -> None:
         """Raises AssertionError when a sum differs from what it sums up."""
         prefixes: dict[tuple[int, int], int] = {}
-        sums: dict[int, _Sums] = {slot: _Sums() for slot in self._sums}
+        sums: dict[int, Sums] = {slot: Sums() for slot in self._sums}
         for attempt_id, request in self._requests.items():
             assert attempt_id in self._by_slot[request.slot]
             assert (request.booked_until is not None) == (attempt_id in self._bookings)
@@ -461,7 +347,7 @@ class LoadBook:
         self._inflight.check_invariants()
         assert sum(map(len, self._by_slot.values())) == len(self._requests)
 
-    def _add(self, attempt_id: AttemptId, request: _Request) -> None:
+    def _add(self, attempt_id: AttemptId, request: Request) -> None:
         if attempt_id in self._requests:
             self._drop(attempt_id)
         self._requests[attempt_id] = request
@@ -484,9 +370,7 @@ class LoadBook:
         self._inflight.remove(request.slot, request.keys)
         self.changed.add(request.slot)
 
-    def _begin_decode(
-        self, slot: int, attempt_id: AttemptId, request: _Request, now: float
-    ) -> None:
+    def _begin_decode(self, slot: int, attempt_id: AttemptId, request: Request, now: float) -> None:
         self._sum_decodes(slot, now)
         sums, clock = self._sums[slot], self._clocks[slot]
         self._count(sums, request, -1)
@@ -506,7 +390,7 @@ class LoadBook:
         clock.summed_at = max(clock.summed_at, now)
 
     @staticmethod
-    def _count(sums: _Sums, request: _Request, sign: int) -> None:
+    def _count(sums: Sums, request: Request, sign: int) -> None:
         sums.active_tokens += sign * request.prompt_tokens
         sums.active_blocks += sign * max(1, len(request.keys))
         if not request.decoding:

@@ -46,12 +46,13 @@ from services.router.core.doubts import Doubts
 from services.router.core.fared import fared
 from services.router.core.index import PrefixIndex
 from services.router.core.lives import Liveness, Status
-from services.router.core.load import Estimate, LoadBook, PrefillDone
+from services.router.core.load import LoadBook
 from services.router.core.nodes import NodeTable
 from services.router.core.onboard import OnboardDefaults, OnboardModel
 from services.router.core.policies import Ask, PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
 from services.router.core.repeats import RepeatBook
+from services.router.core.requests import Estimate, PrefillDone
 from services.router.core.sessions import SessionBook, home_of, session_key
 from services.router.core.usable import Prompt
 from services.router.core.workers import (

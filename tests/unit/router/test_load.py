@@ -9,7 +9,8 @@ from services.common.events.model import LoadReport, RequestAdmitted, RunningReq
 from services.common.ids import AttemptId, BlockKey
 from services.router.core.cost import Candidate
 from services.router.core.inflight import InflightPrefixes, Mates
-from services.router.core.load import Decoded, Estimate, Finished, LoadBook, LoadView
+from services.router.core.load import LoadBook
+from services.router.core.requests import Decoded, Estimate, Finished, LoadView
 
 KEYS = tuple(BlockKey(k) for k in range(6))
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from services.router.core.churn import ChurnBook
 from services.router.core.cost import Candidate, CostModel
 from services.router.core.fit import Fit, solve_nonnegative
-from services.router.core.load import pairs_of
 from services.router.core.policies import Ask, Policy, PolicyName, make_policy
 from services.router.core.rates import RateBook, RateDefaults
+from services.router.core.requests import pairs_of
 
 ASK = Ask()
 
