@@ -29,7 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(600))
+            if item.get_closest_marker("timeout") is None:  # the soak has a longer one
+                item.add_marker(pytest.mark.timeout(600))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
