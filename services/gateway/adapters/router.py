@@ -161,9 +161,10 @@ class Routers:
             if len(self._outbox) >= _MAX_QUEUED:
                 raise NoRouter("the router takes nothing", reason="ROUTER_BUSY")
             number = next(self._numbers)
+            question = pb.RouteStreamRequest(correlation_id=number, route=_to_route(ask))
             answer: asyncio.Future[pb.RouteStreamResponse]
             answer = self._pending[number] = asyncio.get_running_loop().create_future()
-            self._post(pb.RouteStreamRequest(correlation_id=number, route=_to_route(ask)))
+            self._post(question)
             try:
                 async with asyncio.timeout(_PATIENCE * self._timeout_s) as timer:
                     self._timers[number] = timer

@@ -188,7 +188,7 @@ class GenerationRequest(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: int = Field(0, ge=-_INT32, lt=_INT32)
+    priority: int = Field(0, gt=-_INT32, lt=_INT32)
     cache_salt: str | None = Field(None, min_length=1, max_length=4096)
     request_id: str | None = Field(None, min_length=1, max_length=256)
 

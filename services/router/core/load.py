@@ -7,7 +7,7 @@ their admissions. Nothing here knows of blocks stored, models or liveness.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 
 from services.common.events.model import LoadReport, RequestAdmitted, RunningRequest
@@ -223,22 +223,28 @@ class LoadBook:
     def reset(
         self,
         slot: int,
-        requests: Iterable[tuple[RunningRequest, Estimate]],
+        requests: Iterable[RunningRequest],
+        estimate: Callable[[RequestAdmitted], Estimate],
         report: LoadReport | None,
         now: float,
     ) -> None:
-        """An engine has exactly these requests (each with an estimate).
+        """An engine has exactly these requests, in order. Bookings that it doesn't know stay.
 
-        Bookings that it doesn't know stay.
+        `estimate` is asked about those not known yet, when those ahead of them are booked and
+        they themselves aren't: else each would find its own blocks on their way.
         """
         old = {a: self._requests[a] for a in self._by_slot[slot]}
         for attempt_id, request in old.items():
             if request.booked_until is None:
                 self._drop(attempt_id)
-        for running, estimate in requests:
+        for running in requests:
             event = running.admitted
             before = old.get(event.attempt_id)
-            self.admitted(slot, event, estimate, now)
+            if before is None:
+                expected = estimate(event)
+            else:
+                expected = Estimate(before.prompt_tokens - before.uncached, before.onboards)
+            self.admitted(slot, event, expected, now)
             request = self._requests[event.attempt_id]
             # When it came nobody says: its first token then tells nothing of the engine's rate.
             request.admitted_at = None

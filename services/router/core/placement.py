@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from services.common.events.model import (
@@ -119,6 +120,8 @@ class RouterCore:
         self._kv = config.policy is PolicyName.KV
         self._pages: dict[int, Page] = {}
         self._choices = Choices(self._table, self._pages, config.liveness)
+        self._touched: list[Page] = []
+        """Pages that the prompt of the decision in hand is written into."""
         self._doubts = Doubts()
         self._events = 0
         self._unknown_events = 0
@@ -174,13 +177,10 @@ class RouterCore:
                 yield True
                 if self._pages.get(rank.slot) is None:
                     return
-            running = [
-                (r, self._estimate(worker.info, rank.slot, r.admitted, now))
-                for r in snapshot.requests
-                if r.admitted.dp_rank == dp_rank
-            ]
+            running = [r for r in snapshot.requests if r.admitted.dp_rank == dp_rank]
+            estimate = partial(self._estimate, worker.info, rank.slot, now)
             report = snapshot.load if snapshot.load and snapshot.load.dp_rank == dp_rank else None
-            self._load.reset(rank.slot, running, report, now)
+            self._load.reset(rank.slot, running, estimate, report, now)
         worker.answered(snapshot.sequence)
         self._choices.changed()
         yield True
@@ -256,11 +256,25 @@ class RouterCore:
         if isinstance(choice, Refusal):
             return choice
         prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
-        touched = self._write(choice, query, prompt)
+        try:
+            self._write(choice, query, prompt)
+            return self._place(choice, query, prompt, attempt_id, now, max_wait_s)
+        finally:
+            # Whatever happens: what was written of one prompt must not weigh for the next.
+            self._wipe()
+
+    def _place(
+        self,
+        choice: Choice,
+        query: Query,
+        prompt: Prompt,
+        attempt_id: AttemptId,
+        now: float,
+        max_wait_s: float,
+    ) -> Placement | Refusal:
         ask = Ask(now, query.keys, query.block_size or 1, self._lot)
         verdict = self._decide(choice, query, ask, max_wait_s)
         if not verdict.in_time:
-            _wipe(touched)
             wait_s = min(c.queue_s(now) for c in choice.candidates)
             return Refusal(
                 RefusalKind.OVERLOADED,
@@ -295,7 +309,6 @@ class RouterCore:
         )
         if self._kv:
             self._repeated(query.model).placed(prompt.fork, rank.slot, candidate.uncached_tokens)
-        _wipe(touched)
         if query.session:
             key = session_key(query.session, query.model, query.tenant)
             self._sessions.went(key, (rank.holder.id, rank.holder.dp_rank), now)
@@ -337,11 +350,13 @@ class RouterCore:
                 return choice
         else:
             prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
-            touched = self._write(choice, query, prompt)
-            ask = Ask(now, query.keys, query.block_size or 1, self._lot)
-            verdict = self._decide(choice, query, ask, max_wait_s)
-            rows = fared(choice, verdict, self._policy, ask)
-            _wipe(touched)
+            try:
+                self._write(choice, query, prompt)
+                ask = Ask(now, query.keys, query.block_size or 1, self._lot)
+                verdict = self._decide(choice, query, ask, max_wait_s)
+                rows = fared(choice, verdict, self._policy, ask)
+            finally:
+                self._wipe()
         barred = self._choices.barred(query, now, {row.holder for row in rows})
         rows += [Scored(holder, bar=bar, reason=bar.value) for holder, bar in barred]
         return Scorecard(self._policy.name, query.prompt_tokens, len(query.keys), tuple(rows))
@@ -453,17 +468,18 @@ class RouterCore:
             now,
         )
 
-    def _write(self, choice: Choice, query: Query, prompt: Prompt) -> list[Page]:
-        """Writes into the candidates what there is to know of them; returns those to be wiped."""
+    def _write(self, choice: Choice, query: Query, prompt: Prompt) -> None:
+        """Writes into the candidates what there is to know of them, until `_wipe`."""
         pages = self._pages
         self._refresh()
         tokens, block_size = query.prompt_tokens, query.block_size or 1
         for candidate in choice.candidates:
             candidate.prompt_tokens = tokens
-        touched = []
+        touched = self._touched
         deepest = 0
         for slot in prompt.slots():
             page = pages[slot]
+            touched.append(page)
             candidate = page.candidate
             own = prompt.own(slot)
             if own > deepest:
@@ -472,7 +488,6 @@ class RouterCore:
             candidate.g1_tokens = min(own * block_size, max(0, tokens - 1))
             candidate.mates = prompt.crowd(slot)
             candidate.warm = True
-            touched.append(page)
         if deepest and self._kv:
             prompt.fork = query.keys[deepest - 1]
             book = self._repeated(query.model)
@@ -486,14 +501,18 @@ class RouterCore:
             usable = prompt.at(page.worker.info, page.rank.slot, candidate.prefill_rate)
             overlap = usable.overlap
             if overlap.lower:
+                touched.append(page)
                 candidate.g2_tokens = overlap.g2 * block_size
                 candidate.g3_tokens = overlap.g3 * block_size
                 candidate.g4_tokens = overlap.g4 * block_size
                 candidate.onboard_s = usable.onboard_s
                 candidate.warm = True
                 page.below = usable
-                touched.append(page)
-        return touched
+
+    def _wipe(self) -> None:
+        for page in self._touched:
+            page.wipe()
+        self._touched.clear()
 
     def _refresh(self) -> None:
         """Writes into the candidates what has changed of their load."""
@@ -596,7 +615,7 @@ class RouterCore:
         candidate.stale = True
 
     def _estimate(
-        self, info: WorkerInfo, slot: int, event: RequestAdmitted, now: float
+        self, info: WorkerInfo, slot: int, now: float, event: RequestAdmitted
     ) -> Estimate:
         """What an engine need not compute of a request that somebody else placed."""
         prompt = self._prompt(event.keys, event.prompt_tokens, info.block_size, now)
@@ -628,7 +647,7 @@ class RouterCore:
                 self._load.report(slot, event, now)
             case RequestAdmitted():
                 known = self._load.is_booked(slot, event.attempt_id)
-                estimate = Estimate() if known else self._estimate(info, slot, event, now)
+                estimate = Estimate() if known else self._estimate(info, slot, now, event)
                 uncached = self._load.admitted(slot, event, estimate, now)
                 self._churn.stored(slot, uncached / info.block_size)
                 self._weigh(self._pages[slot].candidate)
@@ -674,8 +693,3 @@ class RouterCore:
 def _ttft_s(c: Candidate, now: float) -> float:
     """Predicted seconds to the first token, whatever the policy."""
     return c.queue_s(now) + c.prefill_s + min(c.onboard_s, c.lower_tokens * c.token_s)
-
-
-def _wipe(pages: list[Page]) -> None:
-    for page in pages:
-        page.wipe()

@@ -116,10 +116,10 @@ def test_a_snapshot_replaces_all_but_bookings() -> None:
     load.admitted(0, admitted("mine"), Estimate(0), now=0)
     load.admitted(0, admitted("gone"), Estimate(0), now=0)
     running = [
-        (RunningRequest(admitted("mine"), True), Estimate()),
-        (RunningRequest(admitted("new", 70), False), Estimate(32)),
+        RunningRequest(admitted("mine"), True),
+        RunningRequest(admitted("new", 70), False),
     ]
-    load.reset(0, running, LoadReport(pending_prefill_tokens=20), now=1)
+    load.reset(0, running, lambda event: Estimate(32), LoadReport(pending_prefill_tokens=20), now=1)
     load.check_invariants()
     view = load.view(0)
     assert (view.booked, view.queued, view.decoding) == (1, 1, 1)
@@ -319,7 +319,8 @@ class LoadMachine(RuleBasedStateMachine):
     def reset(self, slot: int, ids: set[str], decoding: bool) -> None:
         self.load.reset(
             slot,
-            [(RunningRequest(admitted(i), decoding), Estimate(5)) for i in sorted(ids)],
+            [RunningRequest(admitted(i), decoding) for i in sorted(ids)],
+            lambda event: Estimate(5),
             None,
             self.now,
         )

@@ -496,6 +496,25 @@ class TestLiveness:
         rig.say("w0", RequestFirstToken(AttemptId("y"), 0))
         assert rig.core.workers(rig.now)[0].prefill_rate < before
 
+    def test_a_snapshot_leaves_the_queue_as_it_was(self) -> None:
+        """None of its requests finds its own blocks on their way."""
+        rig = Rig(1, max_model_len=100_000)
+        events = []
+        for i in range(10):
+            keys = tuple(BlockKey(1000 * (i + 1) + n) for n in range(500))
+            p = rig.place(keys, 16_000)
+            # Some were placed here, the others by a twin.
+            attempt = p.attempt_id if i % 2 else AttemptId(f"twin's {i}")
+            if attempt != p.attempt_id:
+                rig.core.release(p.attempt_id)
+            events.append(RequestAdmitted(attempt, 16_000, 5, keys))
+            rig.say("w0", events[-1])
+        before = rig.core.workers(rig.now)[0].load
+        assert before.queued_tokens == 160_000
+        rig.snapshot("w0", requests=tuple(RunningRequest(e, False) for e in events))
+        rig.core.check_invariants()
+        assert rig.core.workers(rig.now)[0].load == before
+
     def test_serves_before_the_snapshot(self) -> None:
         rig = Rig(workers=0)
         rig.core.record(rig.info("w0", 1), rig.now)
@@ -692,6 +711,19 @@ class TestDecisions:
             assert rig.place(keys).holder == card.workers[0].holder
         nobody = rig.core.explain(rig.query(excluded=frozenset({"w0", "w1", "w2", "w3"})), rig.now)
         assert isinstance(nobody, Scorecard) and not any(w.chosen for w in nobody.workers)
+
+    def test_a_decision_that_fails_leaves_nothing_written(self, monkeypatch: Any) -> None:
+        rig = Rig(2)
+        rig.say("w0", BlocksStored(Tier.G1, KEYS))
+        query = rig.query()
+        with monkeypatch.context() as broken:
+            broken.setattr(rig.core._policy, "costs", None)
+            with pytest.raises(TypeError):
+                rig.core.place(query, AttemptId("x"), rig.now)
+            with pytest.raises(TypeError):
+                rig.core.explain(query, rig.now)
+        rig.core.check_invariants()
+        assert rig.place([1, 2, 3]).predicted_cached_tokens == 0
 
     def test_release_frees_the_booking(self) -> None:
         rig = Rig()

@@ -274,6 +274,7 @@ def test_logit_bias_is_of_ids() -> None:
         ("cache_salt", ""),
         ("cache_salt", 5),
         ("priority", 2**31),
+        ("priority", -(2**31)),  # routers are told the negative of it
         ("model", 5),
         ("model", ""),
         ("model", None),
