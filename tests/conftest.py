@@ -5,12 +5,17 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.models import default_cache_dir, tiny_model
 
 # As the worker sets it for its own process, before any test imports torch: what vLLM compiles at
 # its first use wants a C++ compiler, which a plain Debian lacks.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+if not os.environ.get("CI"):  # there Hypothesis has a profile of its own, which says the same
+    settings.register_profile("forebay", deadline=None)  # a busy machine is no fault
+    settings.load_profile("forebay")
 
 LOGS = pytest.StashKey[Callable[[], list[tuple[str, str]]]]()
 """On an item: gives (title, text) sections for its report when it fails."""

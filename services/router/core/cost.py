@@ -4,6 +4,7 @@
           + own_weight x prefill                         computing costs the cluster, too
           + churn_weight x churn x prefill               the worth of what must be evicted
           + decode_tokens x decodes x imposed            the running decodes that it slows down
+          + decode_tokens x slower                       its own, which those slow down
           + space_weight x active tokens                 the room that requests there need
           + crowd_weight x mates beyond some x prompt    the crowd on one copy of a prefix
           + repeat_weight x repeats                      what that copy has drawn here lately
@@ -178,7 +179,7 @@ class Score:
     prefill_s: float = 0.0
     onboard_s: float = 0.0
     imposed_s: float = 0.0
-    """All that it costs others."""
+    """All that it costs others, and its own decode."""
     total_s: float = 0.0
 
     @property
@@ -206,7 +207,7 @@ class CostModel:
     repeat_weight: float = 2.0
     """Price of a token of `repeats`, as a share of computing it."""
     decode_tokens: float = 16.0
-    """Tokens for which the decodes count that a request slows down."""
+    """Tokens for which decodes count that slow each other down."""
 
     def totals(self, candidates: Sequence[Candidate], now: float) -> list[float]:
         """`score(c, now).total_s` of each candidate, without its parts; runs in each decision.
@@ -230,7 +231,8 @@ class CostModel:
         weight = 1 + self.own_weight + self.churn_weight * c.churn
         decodes = self.decode_tokens * c.decoding
         space = self.space_weight * c.active_tokens * c.token_s
-        c.base_s = weight * c.request_s + decodes * c.sequence_s + space
+        slower = self.decode_tokens * (c.decoding * c.sequence_s + c.active_tokens * c.kv_s)
+        c.base_s = weight * c.request_s + decodes * c.sequence_s + slower + space
         c.line_s = weight * c.token_s + decodes * c.kv_s
         c.square_s = weight * c.pair_s / 2
         c.stale = False
@@ -264,6 +266,7 @@ class CostModel:
         imposed = (
             prefill * (self.own_weight + self.churn_weight * c.churn)
             + self.decode_tokens * c.decoding * (c.sequence_s + c.kv_s * c.prompt_tokens)
+            + self.decode_tokens * (c.decoding * c.sequence_s + c.active_tokens * c.kv_s)
             + self.space_weight * c.active_tokens * token_s
             + self.crowd_weight * max(0.0, c.mates - self.free_mates) * c.prompt_tokens * token_s
             + min(self.repeat_weight * c.repeats * token_s, worth)

@@ -275,7 +275,7 @@ class TestCost:
         assert s.onboard_s == 0
         assert s.imposed_s == pytest.approx(
             0.4 * (1 + 2 * 0.1)
-            + 10 * 2 * (0.01 + 0.001)
+            + 10 * (2 * (0.01 + 0.001) + 2 * 0.01 + 300 * 1e-6)
             + 0.03 * 0.3
             + 0.25 * (1.5 - 0.5)
             + 3 * 0.04
