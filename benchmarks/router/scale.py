@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -110,15 +109,27 @@ def held_documents(workers: int, blocks: int) -> int:
     return (workers - 1) * (blocks // DOCUMENT_BLOCKS) // 2 + max(1, blocks // DOCUMENT_BLOCKS)
 
 
-async def keep_asking(address: str, known: int, answers: list[float]) -> None:
-    """Asks one after the other until cancelled, whether or not a router is there; notes when each
-    was answered.
-    """
-    rng = random.Random(5)
-    async with open_channel(address) as channel:
-        stub = router_pb2_grpc.RouterServiceStub(channel)
+class Asking:
+    """Somebody who asks without end, whether or not a router is there."""
+
+    def __init__(self, address: str, known: int) -> None:
+        self.address = address
+        """Where the router is, or was when it lived."""
+        self.answers: list[float] = []
+        """When each answer came."""
+        self._known = known
+
+    async def run(self) -> None:
+        """Goes on until cancelled."""
+        rng = random.Random(5)
         while True:
-            keys = prompt(rng, known)
+            async with open_channel(self.address) as channel:
+                await self._ask(router_pb2_grpc.RouterServiceStub(channel), rng)
+            await asyncio.sleep(0.02)
+
+    async def _ask(self, stub: Any, rng: random.Random) -> None:
+        while True:
+            keys = prompt(rng, self._known)
             request = pb.RouteRequest(
                 model=MODEL,
                 block_size_tokens=BLOCK_SIZE,
@@ -128,19 +139,20 @@ async def keep_asking(address: str, known: int, answers: list[float]) -> None:
             try:
                 await stub.Route(request, timeout=1)
             except grpc.RpcError:
-                await asyncio.sleep(0.02)
-            else:
-                answers.append(time.monotonic())
-                await asyncio.sleep(0.002)
+                return
+            self.answers.append(time.monotonic())
+            await asyncio.sleep(0.001)
 
 
 async def recover(
-    router: Process, entries: int, workers: int, answers: Sequence[float] = ()
+    router: Process, entries: int, workers: int, asking: Asking | None = None
 ) -> tuple[Recovery, str]:
     """Waits until a router that is just starting serves, and until it knows all."""
     began = time.monotonic()
     # It says that it is ready when it serves.
     address = (await router.until_ready(PATIENCE_S)).address
+    if asking is not None:
+        asking.address = address
     serving, complete = time.monotonic() - began, 0.0
     async with open_channel(address) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
@@ -154,6 +166,7 @@ async def recover(
                     complete = time.monotonic() - began
                 else:
                     await asyncio.sleep(0.05)
+    answers = [] if asking is None else asking.answers
     gap = max((b - a for a, b in pairwise(answers)), default=0.0)
     found = Recovery(serving, gap, complete, cpu_s(router.pid), rss_bytes(router.pid) / 1e6)
     return found, address
@@ -252,17 +265,16 @@ async def on_processes(workers: int, blocks: int, seconds: float) -> dict[str, A
             said["start"] = asdict(first_start)
             say("a router starts", said["start"])
             known = held_documents(workers, blocks)
-            answers: list[float] = []
-            asking = [asyncio.create_task(keep_asking(address, known, answers)) for _ in range(4)]
+            asking = Asking(address, known)
+            task = asyncio.create_task(asking.run())
             try:
                 await asyncio.sleep(seconds)
                 router.kill()
                 router.start()
-                again, address = await recover(router, workers * blocks, workers, answers)
+                again, address = await recover(router, workers * blocks, workers, asking)
             finally:
-                for task in asking:
-                    task.cancel()
-                await asyncio.wait(asking)
+                task.cancel()
+                await asyncio.wait({task})
             said["restart"] = asdict(again)
             say("killed under load, and started again", said["restart"])
             said["idle_core_share"] = {
