@@ -57,7 +57,7 @@ async def test_67_a_conversation_stays_where_its_blocks_are(client: httpx.AsyncC
     assert first < BLOCK
     for (_, predicted, real, _), (_, _, _, before) in zip(later, seen, strict=False):
         assert real >= before - BLOCK, f"turns reuse all full blocks of the prompt before: {seen}"
-        assert abs(predicted - real) <= BLOCK, seen
+        assert predicted == real, seen
 
 
 @pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
@@ -137,7 +137,8 @@ async def test_68_predicted_is_what_the_engine_finds(client: httpx.AsyncClient) 
         for _ in range(2):
             answer, worker, predicted, real = await ask(client, body, path)
             n = body.get("n", 1)
-            assert abs(predicted - real) <= BLOCK * n or (n > 1 and real >= predicted), (
+            # Of several answers, the later ones find what the first has computed meanwhile.
+            assert predicted == real or (n > 1 and real >= predicted), (
                 path,
                 worker,
                 predicted,
