@@ -64,6 +64,10 @@ class ChurnBook:
             if not page.group.slots:
                 del self._groups[page.name]
 
+    def group(self, slot: int) -> str:
+        """Beside whose workers it is looked at."""
+        return self._pages[slot].name
+
     def stored(self, slot: int, blocks: float) -> None:
         """So many blocks come to a worker's cache (parts of blocks count as such)."""
         page = self._pages[slot]

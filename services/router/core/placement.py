@@ -137,6 +137,7 @@ class RouterCore:
         for rank in change.worker.ranks:
             self._index.set_capacity(rank.slot, change.worker.info.total_blocks)
             self._churn.set_capacity(rank.slot, change.worker.info.total_blocks)
+            self._regroup(rank.slot, change.worker.info)
         return change.worker.info is info
 
     def record_vanished(self, worker_id: str, incarnation: int) -> None:
@@ -199,12 +200,13 @@ class RouterCore:
                 self._unknown_events += 1
                 continue
             rank = worker.ranks[event.dp_rank]
-            self._apply(event, worker.info, rank, now, outcomes, prefills)
+            self._apply(event, worker, rank, now, outcomes, prefills)
         for slot in {p.slot for p in prefills}:
             mine = [p for p in prefills if p.slot == slot]
             began = [p.admitted_at for p in mine if p.admitted_at is not None]
             # Without tokens it only marks the time.
-            tokens = sum(p.computed_tokens for p in mine) if len(began) == len(mine) else 0
+            teaches = worker.described and len(began) == len(mine)
+            tokens = sum(p.computed_tokens for p in mine) if teaches else 0
             pairs = sum(p.pairs for p in mine)
             since = min(began, default=now)
             self._learn(self._rates.prefills_done(slot, len(mine), tokens, pairs, since, now))
@@ -443,6 +445,8 @@ class RouterCore:
         slots = {rank.slot: rank for worker in self._table for rank in worker.ranks}
         assert slots == {slot: page.rank for slot, page in self._pages.items()}
         for slot, page in self._pages.items():
+            model = page.worker.info.model
+            assert self._rates.group(slot) == self._churn.group(slot) == model
             c = page.candidate
             assert not (c.g1_tokens or c.lower_tokens or c.mates or c.repeats or page.below), (
                 "left over"
@@ -596,6 +600,19 @@ class RouterCore:
             self._pages[rank.slot] = page
             self._learn((rank.slot,))
 
+    def _regroup(self, slot: int, info: WorkerInfo) -> None:
+        """A record names the model: with its workers the slot shares what it learns.
+
+        What was learned of it under another name stays behind.
+        """
+        if self._rates.group(slot) == info.model:
+            return
+        self._rates.remove_slot(slot)
+        self._rates.add_slot(slot, info.model)
+        self._churn.remove_slot(slot)
+        self._churn.add_slot(slot, info.model, info.total_blocks)
+        self._learn((slot,))
+
     def _learn(self, slots: Iterable[int]) -> None:
         """Reads the rates of these anew."""
         for slot in slots:
@@ -625,13 +642,13 @@ class RouterCore:
     def _apply(
         self,
         event: Event,
-        info: WorkerInfo,
+        worker: Worker,
         rank: Rank,
         now: float,
         outcomes: list[Outcome],
         prefills: list[PrefillDone],
     ) -> None:
-        slot = rank.slot
+        slot, info = rank.slot, worker.info
         self._events += 1
         match event:
             case BlocksStored(tier=Tier.G1, keys=keys):
@@ -666,7 +683,7 @@ class RouterCore:
                 )
                 if end is None or end.aborted:
                     return
-                if (pace := end.decoded) is not None:
+                if (pace := end.decoded) is not None and worker.described:
                     self._learn(
                         self._rates.decoded(
                             slot, pace.tokens, pace.seconds, pace.batch, pace.kv_tokens

@@ -167,6 +167,10 @@ class RateBook:
             if not page.group.slots:
                 del self._groups[name]
 
+    def group(self, slot: int) -> str:
+        """Whose workers teach it, and learn from it."""
+        return self._names[slot]
+
     def prefills_done(
         self, slot: int, requests: int, tokens: int, pairs: float, admitted_at: float, now: float
     ) -> Collection[int]:

@@ -76,6 +76,13 @@ class Worker(Life):
     info: WorkerInfo
     ranks: list[Rank] = field(default_factory=list)
 
+    @property
+    def described(self) -> bool:
+        """Whether `info` is of this life. A life is heard before its record comes; until then
+        `info` is the former one's, and may be wrong in everything, the model included.
+        """
+        return self.info.incarnation == self.incarnation
+
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -438,6 +438,46 @@ class TestLiveness:
         assert (view.holder.incarnation, view.indexed_blocks) == (50, 0)
         rig.core.check_invariants()
 
+    @pytest.mark.parametrize("early", [False, True])
+    def test_a_life_with_another_model_teaches_the_old_one_nothing(self, early: bool) -> None:
+        rig = Rig(workers=2)
+        rates = {v.holder.id: v.prefill_rate for v in rig.core.workers(rig.now)}
+
+        def serve_slowly() -> None:
+            for _ in range(20):
+                rig.count += 1
+                id = AttemptId(f"x{rig.count}")
+                rig.say("w0", RequestAdmitted(id, 1000, 50))
+                rig.now += 10
+                rig.beat("w1")
+                rig.say("w0", RequestFirstToken(id, 0))
+                rig.now += 50
+                rig.say("w0", RequestFinished(id, 0, 50))
+                rig.core.check_invariants()
+
+        # Heard before its record comes, and perhaps at work.
+        rig.lives["w0"] = 50
+        rig.snapshot("w0")
+        if early:
+            serve_slowly()
+            assert {v.holder.id: v.prefill_rate for v in rig.core.workers(rig.now)} == rates
+        rig.core.record(rig.info("w0", 50, model="other"), rig.now)
+        rig.core.check_invariants()
+        serve_slowly()
+        rig.core.tick(rig.now)
+        rig.core.check_invariants()
+        w0, w1 = rig.core.workers(rig.now)
+        assert w0.prefill_rate < 150
+        assert w1.prefill_rate == rates["w1"]
+        # And everybody has what is asked for, at its own speed.
+        assert rig.place().holder.id == "w1"
+        other = rig.place(model="other")
+        assert other.holder.id == "w0" and other.predicted_ttft_s > 1
+        # The model that it comes back to is as it was.
+        rig.core.record(rig.info("w0", 51), rig.now)
+        rig.core.check_invariants()
+        assert [v.prefill_rate for v in rig.core.workers(rig.now)] == list(rates.values())
+
     def test_a_life_that_starts_is_avoided_until_it_serves(self) -> None:
         """Ports are open and heartbeats come long before the engine is ready."""
         rig = Rig()
