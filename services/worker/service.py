@@ -25,6 +25,7 @@ from services.common.errors import (
     error_from_number,
 )
 from services.common.events.model import Event, LoadReport, Snapshot
+from services.common.events.publisher import publisher_time_us
 from services.common.ids import AttemptId, BlockKey, new_id
 from services.common.telemetry.logging import get_logger
 from services.worker.adapters.metrics import WorkerMetrics
@@ -300,6 +301,7 @@ class WorkerService:
             blocks=self._mirror.blocks(),
             requests=self._book.requests(),
             load=self._loads.reports()[0],
+            time_unix_us=publisher_time_us(),
         )
 
     async def reset_cache(self) -> int:

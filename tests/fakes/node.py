@@ -25,7 +25,7 @@ from services.common.events.model import (
     TierBlocks,
     TierRate,
 )
-from services.common.events.publisher import EventPublisher, open_publisher
+from services.common.events.publisher import EventPublisher, open_publisher, publisher_time_us
 from services.common.events.tiers import REMOTE_LABEL
 from services.common.ids import BlockKey, new_incarnation
 from services.common.rpc.server import Service, rpc_server
@@ -100,6 +100,7 @@ class FakeNode(kvbm_pb2_grpc.KvbmServiceServicer):
                     for (namespace, tier), keys in self.blocks.items()
                 ),
                 rates=tuple(self.rates.values()),
+                time_unix_us=publisher_time_us(),
             )
         )
 

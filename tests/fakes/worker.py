@@ -32,7 +32,7 @@ from services.common.events.model import (
     Tier,
     TierBlocks,
 )
-from services.common.events.publisher import EventPublisher, open_publisher
+from services.common.events.publisher import EventPublisher, open_publisher, publisher_time_us
 from services.common.ids import AttemptId, BlockKey, new_incarnation
 from services.common.rpc.server import Service, rpc_server
 
@@ -166,6 +166,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 (TierBlocks(Tier.G1, _keys(self.blocks)),),
                 tuple(RunningRequest(event, done) for event, done in self.requests.values()),
                 self.load,
+                time_unix_us=publisher_time_us(),
             )
         )
 

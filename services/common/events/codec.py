@@ -84,6 +84,7 @@ def snapshot_to_proto(snapshot: Snapshot) -> worker_pb2.SnapshotResponse:
         publisher=snapshot.publisher,
         incarnation=snapshot.incarnation,
         sequence=snapshot.sequence,
+        time_unix_us=snapshot.time_unix_us,
         blocks=[
             worker_pb2.TierBlocks(dp_rank=b.dp_rank, tier=_TO_PROTO[b.tier], block_hashes=b.keys)
             for b in snapshot.blocks
@@ -104,6 +105,7 @@ def snapshot_from_proto(m: worker_pb2.SnapshotResponse) -> Snapshot:
         publisher=m.publisher,
         incarnation=m.incarnation,
         sequence=m.sequence,
+        time_unix_us=m.time_unix_us,
         blocks=tuple(
             TierBlocks(_TIERS[b.tier], _keys(b.block_hashes), b.dp_rank)
             for b in m.blocks
@@ -123,6 +125,7 @@ def tier_snapshot_to_proto(snapshot: Snapshot) -> kvbm_pb2.SnapshotResponse:
         publisher=snapshot.publisher,
         incarnation=snapshot.incarnation,
         sequence=snapshot.sequence,
+        time_unix_us=snapshot.time_unix_us,
         blocks=[
             kvbm_pb2.TierBlocks(tier=_TO_PROTO[b.tier], block_hashes=b.keys, namespace=b.namespace)
             for b in snapshot.blocks
@@ -138,6 +141,7 @@ def tier_snapshot_from_proto(m: kvbm_pb2.SnapshotResponse) -> Snapshot:
         publisher=m.publisher,
         incarnation=m.incarnation,
         sequence=m.sequence,
+        time_unix_us=m.time_unix_us,
         blocks=tuple(
             TierBlocks(_TIERS[b.tier], _keys(b.block_hashes), namespace=b.namespace)
             for b in m.blocks

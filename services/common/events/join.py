@@ -6,8 +6,16 @@ start anew (another incarnation), and bring snapshots of a life that is over. Ru
 - A snapshot is asked for only when the stream has been heard: what follows it then arrives too.
 - While one is awaited, batches are buffered; it is taken when it is of the incarnation heard last.
 - Then the buffered batches newer than it follow. Whatever still lacks means: another snapshot.
-- A publisher whose heartbeats insist on a number below its own snapshot's has lied in one of them,
-  and a consumer may doubt its state for reasons of its own: another snapshot, too.
+- A publisher whose stream goes on below its own snapshot's number has lied in one of them, and a
+  consumer may doubt its state for reasons of its own: another snapshot, too.
+
+How a lie is told from what the snapshot has only overtaken, of which a slow consumer's queues may
+hold thousands: by the publisher's own clock, which stamps envelopes and snapshots alike. Numbers
+only grow, so a message sent after the publisher was at a number tells no lower one; one that does
+contradicts it, whatever was delayed, repeated or reordered on the way. All that was overtaken was
+sent before. Where the times aren't told, heartbeats must insist: several in a row with one number,
+since those that were under way end with ever higher ones. And more in a row than all queues hold
+were not under way, whatever a clock says that was set back. A false alarm would cost one snapshot.
 """
 
 from __future__ import annotations
@@ -33,7 +41,8 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The publisher lives, but its state is being recovered: a snapshot is awaited.
+    """The publisher lives, but there is nothing to apply: its state is being recovered, or what was
+    heard is known already.
 
     `sequence` is the highest heard of this incarnation.
     """
@@ -72,7 +81,7 @@ class FollowStats:
     unknown_events: int = 0
     """Events of a kind or tier that this version doesn't know."""
     lies: int = 0
-    """Times that heartbeats contradicted a snapshot."""
+    """Times that a stream contradicted a snapshot, or what it had told before."""
     doubts: int = 0
     """Times that the consumer doubted its state: a digest of the publisher's differed."""
     unreadable: int = 0
@@ -81,6 +90,8 @@ class FollowStats:
 
 _INSISTENT = 4
 """Heartbeats with one number: those that were under way before the snapshot are fewer."""
+_MOST_UNDER_WAY = 20_000
+"""Messages that were under way: as many as the queues of both ends hold."""
 
 
 class Join:
@@ -101,6 +112,10 @@ class Join:
         """Sequence the consumer's state is at; None: a snapshot is needed."""
         self._buffer: dict[int, Batch] = {}
         self._asked = False
+        self._applied_us = 0
+        """When the publisher was at `_applied`, by its own clock; 0: not told."""
+        self._overtaken = 0
+        """Messages in a row that told nothing new."""
         self._low = self._insisted = 0
         """The last heartbeat below `_applied`, and how many in a row have told it."""
 
@@ -121,27 +136,18 @@ class Join:
         if self._applied is None:
             self._keep(batch)
             return [self._hearing(), *self._ask()]
-        if batch.is_heartbeat:
-            if batch.sequence == self._applied:
-                return [Apply(batch)]
-            if batch.sequence > self._applied:
-                return self._gap()
-            # A lower number was overtaken by the snapshot; unless it stays.
-            self._insisted = self._insisted + 1 if batch.sequence == self._low else 1
-            self._low = batch.sequence
-            if self._insisted < _INSISTENT:
-                return []
-            self._stats.lies += 1
-            # The last word is believed, or no snapshot would ever be new enough.
-            self._heard = batch.sequence
-            return self._recover()
-        if batch.sequence <= self._applied:
-            self._stats.duplicates += 1
-            return []
-        if batch.sequence == self._applied + 1:
+        if batch.sequence == self._applied + (not batch.is_heartbeat):
             return [self._apply(batch)]
-        self._keep(batch)
-        return self._gap()
+        if batch.sequence > self._applied:
+            self._keep(batch)
+            return self._gap()
+        self._stats.duplicates += not batch.is_heartbeat
+        if not self._contradicts(batch):
+            return [self._hearing()]
+        self._stats.lies += 1
+        # The last word is believed, or no snapshot would ever be new enough.
+        self._heard = batch.sequence
+        return self._recover()
 
     def on_snapshot(self, snapshot: Snapshot) -> list[Instruction]:
         """Takes the snapshot that was asked for."""
@@ -152,6 +158,8 @@ class Join:
             return self._ask()
         self._stats.snapshots += 1
         self._applied = snapshot.sequence
+        self._applied_us = snapshot.time_unix_us
+        self._overtaken = self._low = self._insisted = 0
         instructions: list[Instruction] = [Reset(snapshot)]
         for sequence in sorted(self._buffer):
             if sequence == self._applied + 1:
@@ -185,8 +193,23 @@ class Join:
         else:
             assert not self._buffer and self._applied >= self._heard
 
+    def _contradicts(self, batch: Batch) -> bool:
+        """Whether a message with a number that is known already was not just overtaken."""
+        self._overtaken += 1
+        if self._overtaken > _MOST_UNDER_WAY:
+            return True
+        if self._applied_us and batch.time_unix_us:
+            return batch.time_unix_us > self._applied_us
+        if not batch.is_heartbeat:
+            return False
+        self._insisted = self._insisted + 1 if batch.sequence == self._low else 1
+        self._low = batch.sequence
+        return self._insisted >= _INSISTENT
+
     def _apply(self, batch: Batch) -> Apply:
         self._applied = batch.sequence
+        self._applied_us = batch.time_unix_us
+        self._overtaken = 0
         self._stats.unknown_events += batch.unknown_events
         return Apply(batch)
 
@@ -204,7 +227,6 @@ class Join:
 
     def _recover(self) -> list[Instruction]:
         self._applied = None
-        self._low = self._insisted = 0
         return [self._hearing(), *self._ask()]
 
     def _hearing(self) -> Heard:

@@ -183,5 +183,7 @@ class Snapshot:
     load: LoadReport | None = None
     rates: tuple[TierRate, ...] = ()
     """Of a kvbm daemon's tiers."""
+    time_unix_us: int = 0
+    """When it was taken, by the clock that stamps batches; 0: not told."""
     unknown_parts: int = 0
     """Parts that were dropped because their tier is not known to this version."""

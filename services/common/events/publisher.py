@@ -24,6 +24,11 @@ _BIND_ATTEMPTS = 20
 _BIND_PAUSE_S = 0.05
 
 
+def publisher_time_us() -> int:
+    """The clock that stamps envelopes. A snapshot is stamped after its sequence was read."""
+    return time.time_ns() // 1000
+
+
 class EventPublisher:
     """A bound stream; use `open_publisher`. Loop's thread only."""
 
@@ -54,7 +59,7 @@ class EventPublisher:
         self._send(())
 
     def _send(self, events: tuple[Event, ...]) -> None:
-        now = time.time_ns() // 1000
+        now = publisher_time_us()
         batch = Batch(self._publisher, self._incarnation, self.sequence, now, events)
         # A full PUB socket drops instead of raising Again; the suppression is for a closing one.
         with contextlib.suppress(zmq.Again):

@@ -63,11 +63,12 @@ async def follow(
     """Follows the stream of `publisher` at `address` (tcp://host:port), until closed.
 
     First comes Heard, then a Reset as soon as the snapshot is there, then Apply after Apply
-    without gaps. When the stream breaks, Heard again until the next Reset. Nothing at all while
-    the publisher is silent: how long that may last is the caller's decision. A snapshot that
-    fails or takes longer than `snapshot_timeout_s` is tried again, with growing pauses; so are
-    snapshots for a stream that needs one after the other. `doubted` is asked after each item: true
-    means that the consumer has reason to doubt its state, and a snapshot is taken.
+    without gaps. When the stream breaks, Heard again until the next Reset; and Heard for what is
+    known already, since that is a sign of life, too. Nothing at all while the publisher is silent:
+    how long that may last is the caller's decision. A snapshot that fails or takes longer than
+    `snapshot_timeout_s` is tried again, with growing pauses; so are snapshots for a stream that
+    needs one after the other. `doubted` is asked after each item: true means that the consumer has
+    reason to doubt its state, and a snapshot is taken.
     """
     join = Join(stats, max_buffered)
     snapshots = _Snapshots(publisher, take_snapshot, snapshot_timeout_s)

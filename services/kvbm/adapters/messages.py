@@ -11,6 +11,7 @@ from forebay.kvbm.v1 import kvbm_pb2 as pb
 from services.common.arena import Geometry
 from services.common.errors import InvalidRequest
 from services.common.events.model import Tier
+from services.common.events.publisher import publisher_time_us
 from services.kvbm.core.catalog import BlockView
 from services.kvbm.core.model import CommitResult, ReadyBlock, SlotRef
 from services.kvbm.curator import Explanation
@@ -159,7 +160,12 @@ def explanation_message(e: Explanation) -> pb.ExplainResponse:
 
 def snapshot_message(node: Node, sequence: int) -> pb.SnapshotResponse:
     """All blocks and rates, as they are at `sequence`."""
-    answer = pb.SnapshotResponse(publisher=node.id, incarnation=node.incarnation, sequence=sequence)
+    answer = pb.SnapshotResponse(
+        publisher=node.id,
+        incarnation=node.incarnation,
+        sequence=sequence,
+        time_unix_us=publisher_time_us(),
+    )
     for space in node.spaces.values():
         for part in space.tier_blocks():
             if part.keys:

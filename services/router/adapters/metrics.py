@@ -55,7 +55,7 @@ class RouterMetrics:
         self._drifts = counter(
             "index_drifts", "Publishers' digests that differed from the index; then a snapshot."
         )
-        self._lies = counter("event_lies", "Heartbeats that contradicted their snapshot.")
+        self._lies = counter("event_lies", "Streams that contradicted their publisher's snapshot.")
         self._workers = gauge("workers", "Workers by state.", "state")
         self._nodes = gauge("kvbm_daemons", "Known kvbm daemons by state.", "state")
         self._tier_blocks = gauge("tier_blocks", "Blocks of all daemons by tier.", "tier")

@@ -131,6 +131,7 @@ def test_snapshot_round_trip() -> None:
         publisher="w",
         incarnation=2**64 - 1,
         sequence=2**40,
+        time_unix_us=1_700_000_000_000_001,
         blocks=(TierBlocks(Tier.G1, KEYS, 1), TierBlocks(Tier.G4, (), 0)),
         requests=(RunningRequest(admitted, True), RunningRequest(admitted, False)),
         load=LoadReport(1, 2, 3, 4, 5, 6),
@@ -155,6 +156,7 @@ def test_a_daemons_snapshot_round_trip() -> None:
         publisher="node-1",
         incarnation=2**64 - 1,
         sequence=2**40,
+        time_unix_us=1_700_000_000_000_001,
         blocks=(
             TierBlocks(Tier.G2, KEYS, namespace=SPACE),
             TierBlocks(Tier.G3, KEYS[:1], namespace=b"m" * 32),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -39,6 +39,7 @@ from services.common.events.model import (
 from services.common.ids import AttemptId, BlockKey
 from services.router.core.answers import Placement, Query
 from services.router.core.index import Digest
+from services.router.core.lives import Status
 from services.router.core.placement import CoreConfig, RouterCore
 from services.router.core.workers import WorkerInfo
 
@@ -310,6 +311,31 @@ def test_late_words_of_a_life_never_heard_do_not_hide_the_living_one() -> None:
     # And a former one that was heard stays former.
     router.take("w0", join.on_batch(first.say()), 1.7)
     assert router.core.workers(1.7)[0].holder.incarnation == 3
+
+
+def test_a_busy_worker_whose_snapshot_is_ahead_of_its_stream_stays_in_choice() -> None:
+    router, truth = Router(1), Truth("w0")
+    router.core.record(World.info(None, truth), 0.0)  # type: ignore[arg-type]
+    join = router.joins["w0"] = Join(router.stats)
+    now, since_asked = 0.0, 0
+    for number in range(80):
+        now += 0.25
+        event = BlocksStored(Tier.G1, (BlockKey(number),))
+        truth.blocks[BlockKey(number)] = None
+        for batch in (truth.say(event), truth.say()):
+            sent = replace(batch, time_unix_us=round(now * 1e6))
+            router.take("w0", join.on_batch(sent), now)
+        since_asked += 1
+        if router.asked and since_asked >= 4:
+            since_asked = 0
+            router.asked.clear()
+            snapshot = replace(truth.snapshot(), sequence=1000, time_unix_us=round(now * 1e6))
+            router.take("w0", join.on_snapshot(snapshot), now)
+        (worker,) = router.core.workers(now + 0.25)
+        assert worker.status in (Status.READY, Status.JOINING)
+        # What its snapshots tell is known, a little late.
+        assert number - worker.indexed_blocks < 8
+    assert router.stats.lies > 10
 
 
 def test_a_digest_that_differs_calls_for_a_snapshot_ever_less_often() -> None:

@@ -45,7 +45,10 @@ class Envelope(_message.Message):
     envelope that had events and takes none itself, so the loss of a last envelope shows as well.
     """
     time_unix_us: _builtins.int
-    """Publisher's clock, microseconds since the Unix epoch. For people and lag metrics only."""
+    """Publisher's clock when it was sent, microseconds since the Unix epoch; 0: not told. For people,
+    lag metrics, and beside the same clock's time in a snapshot: a number below the snapshot's that
+    was sent after it is a contradiction. Never compared with another machine's clock.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
         """In the order in which they happened; empty in a heartbeat."""

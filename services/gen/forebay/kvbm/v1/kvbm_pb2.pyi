@@ -1431,12 +1431,17 @@ class SnapshotResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
+    TIME_UNIX_US_FIELD_NUMBER: _builtins.int
     publisher: _builtins.str
     """Publisher id: the node."""
     incarnation: _builtins.int
     """Epoch of the sequence."""
     sequence: _builtins.int
     """All events up to and including this sequence are in the snapshot, none after it."""
+    time_unix_us: _builtins.int
+    """When it was at this sequence, by the clock of Envelope.time_unix_us: an envelope sent later has no
+    lower number. Microseconds since the Unix epoch; 0: not told.
+    """
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBlocks]:
         """All blocks that can be found."""
@@ -1453,10 +1458,11 @@ class SnapshotResponse(_message.Message):
         sequence: _builtins.int = ...,
         blocks: _abc.Iterable[Global___TierBlocks] | None = ...,
         rates: _abc.Iterable[Global___TierSpeed] | None = ...,
+        time_unix_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "publisher", b"publisher", "rates", b"rates", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "publisher", b"publisher", "rates", b"rates", "sequence", b"sequence", "time_unix_us", b"time_unix_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -730,12 +730,17 @@ class SnapshotResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    TIME_UNIX_US_FIELD_NUMBER: _builtins.int
     publisher: _builtins.str
     """Publisher id."""
     incarnation: _builtins.int
     """Epoch of the sequence."""
     sequence: _builtins.int
     """All events up to and including this sequence are in the snapshot, none after it."""
+    time_unix_us: _builtins.int
+    """When it was at this sequence, by the clock of Envelope.time_unix_us: an envelope sent later has no
+    lower number. Microseconds since the Unix epoch; 0: not told.
+    """
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBlocks]:
         """All usable blocks."""
@@ -757,10 +762,11 @@ class SnapshotResponse(_message.Message):
         blocks: _abc.Iterable[Global___TierBlocks] | None = ...,
         requests: _abc.Iterable[Global___RequestState] | None = ...,
         load: _events_pb2.LoadReport | None = ...,
+        time_unix_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "load", b"load", "publisher", b"publisher", "requests", b"requests", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "load", b"load", "publisher", b"publisher", "requests", b"requests", "sequence", b"sequence", "time_unix_us", b"time_unix_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
