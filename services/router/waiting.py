@@ -74,7 +74,8 @@ class WaitingRoom:
         """Decides those whose turn has come; goes on soon if there are more."""
         self._pumping = None
         try:
-            answered, more = self._admission.pump(self._clock(), _DECISIONS_AT_ONCE)
+            for one in self._admission.pump(self._clock(), _DECISIONS_AT_ONCE):
+                self._settle(one)
         except Exception:
             # One request's trouble must not hold up all: it is logged and answered.
             log.exception("decision failed")
@@ -84,9 +85,7 @@ class WaitingRoom:
             self._tell(number, failed, 0.0)
             self.news()
             return
-        for one in answered:
-            self._settle(one)
-        if more and self._waiters and self._pumping is None:
+        if self._admission.more and self._waiters and self._pumping is None:
             # Others have their turn in between.
             self._pumping = asyncio.get_running_loop().call_soon(self._pump)
 

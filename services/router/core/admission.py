@@ -11,7 +11,7 @@ passed. Times are seconds on the core's clock. It answers with values and never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from services.common.ids import AttemptId
@@ -60,6 +60,12 @@ class Answered:
     """Whether its tenant waited with more than its share."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Displaced:
+    entry: Entry
+    query: Query
+
+
 class Admission:
     """Places through a core, or lets wait. For one thread."""
 
@@ -77,9 +83,12 @@ class Admission:
         self._numbers = 0
         self._closed: set[Hashable] = set()
         """Lanes found busy since the queue was last gone through."""
-        self._displaced: list[Answered] = []
+        self._displaced: list[_Displaced] = []
+        """Those that had to go and have not been answered."""
         self.deciding = 0
         """Number of the one that `pump` decided last."""
+        self.more = False
+        """Whether the last `pump` left anything to decide at once."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -121,7 +130,7 @@ class Admission:
         self._queries[entry.number] = query
         self._pools[query.model] = self._pools.get(query.model, 0) + 1
         if displaced is not None:
-            self._displaced.append(self._dismissed(displaced, now, "displaced"))
+            self._displaced.append(_Displaced(displaced, self._forget(displaced)))
         return Waiting(entry.number, predicted_s, most_s)
 
     def cancel(self, number: int) -> bool:
@@ -131,36 +140,28 @@ class Admission:
             self._forget(entry)
         return entry is not None
 
-    def pump(self, now: float, limit: int) -> tuple[list[Answered], bool]:
+    def pump(self, now: float, limit: int) -> Iterator[Answered]:
         """Answers those whose turn or end has come, in at most `limit` decisions.
 
-        True with it: there is more to decide at once.
+        Each answer is given before the next is decided. Should that fail, `deciding` is whose it
+        was: `cancel` that one and pump again.
         """
-        answered, self._displaced = self._displaced, []
-        for entry in self._queue.expired(now):
-            answered.append(self._dismissed(entry, now, "expired"))
+        self.more = True
+        while self._displaced:
+            gone = self._displaced.pop(0)
+            yield self._dismissed(gone.entry, gone.query, now, "displaced")
+        while (entry := self._queue.expired(now)) is not None:
+            yield self._dismissed(entry, self._forget(entry), now, "expired")
         for _ in range(limit):
-            entry_ = self._queue.next(self._closed)
-            if entry_ is None:
+            entry = self._queue.next(self._closed)
+            if entry is None:
                 self._closed.clear()
-                return answered, False
-            self.deciding = entry_.number
-            query = self._queries[entry_.number]
-            answer = self._core.place(query, self._new_attempt(), now, self._limit_s)
-            if isinstance(answer, Refusal) and answer.kind is RefusalKind.OVERLOADED:
-                self._closed.add(entry_.lane)
-                continue
-            heavy = self._queue.heavy(entry_.tenant)
-            if isinstance(answer, Refusal):
-                # Nobody could take it any more: that is not on its tenant's account.
-                self._queue.remove(entry_.number)
-                result = "refused"
-            else:
-                self._queue.take(entry_.number)
-                result = "placed"
-            self._forget(entry_)
-            answered.append(Answered(entry_.number, answer, now - entry_.since, result, heavy))
-        return answered, bool(self._queue)
+                self.more = False
+                return
+            answered = self._turn(entry, now)
+            if answered is not None:
+                yield answered
+        self.more = bool(self._queue)
 
     def outlook(self, query: Query, now: float) -> tuple[float, bool]:
         """Predicted seconds until a request's prefill began, and whether it would not be placed
@@ -201,6 +202,25 @@ class Admission:
             mate=keys[min(len(keys), _MATE_BLOCKS) - 1] if keys else None,
         )
 
+    def _turn(self, entry: Entry, now: float) -> Answered | None:
+        """Decides one whose turn it is; None: all are busy that it may run on, and it stays."""
+        self.deciding = entry.number
+        query = self._queries[entry.number]
+        answer = self._core.place(query, self._new_attempt(), now, self._limit_s)
+        if isinstance(answer, Refusal) and answer.kind is RefusalKind.OVERLOADED:
+            self._closed.add(entry.lane)
+            return None
+        heavy = self._queue.heavy(entry.tenant)
+        if isinstance(answer, Refusal):
+            # Nobody could take it any more: that is not on its tenant's account.
+            self._queue.remove(entry.number)
+            result = "refused"
+        else:
+            self._queue.take(entry.number)
+            result = "placed"
+        self._forget(entry)
+        return Answered(entry.number, answer, now - entry.since, result, heavy)
+
     def _predict(self, entry: Entry, backlog: Backlog) -> float:
         """Seconds until it is placed: until a worker is free enough, and those before it are."""
         ahead_s = self._queue.ahead(entry) / backlog.tokens_per_s
@@ -215,9 +235,9 @@ class Admission:
             predicted_s,
         )
 
-    def _dismissed(self, entry: Entry, now: float, result: str) -> Answered:
+    def _dismissed(self, entry: Entry, query: Query, now: float, result: str) -> Answered:
         """The end of one that has left the queue without a placement."""
-        query = self._forget(entry)
+        self.deciding = entry.number
         backlog = self._core.backlog(query, now)
         if isinstance(backlog, Refusal):
             answer = backlog

@@ -154,14 +154,11 @@ class FairQueue:
             self._settle(entry.tenant)
         return entry
 
-    def expired(self, now: float) -> list[Entry]:
-        """Removes and returns those whose time is over."""
-        gone = []
-        while self._order and self._order[0][0] <= now:
-            entry = self.remove(self._order[0][1])
-            assert entry is not None
-            gone.append(entry)
-        return gone
+    def expired(self, now: float) -> Entry | None:
+        """Removes and returns one whose time is over. None: nobody's is."""
+        if not self._order or self._order[0][0] > now:
+            return None
+        return self.remove(self._order[0][1])
 
     def ahead(self, entry: Entry) -> int:
         """Tokens of its pool that would go before `entry`, which need not be there."""

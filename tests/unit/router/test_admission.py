@@ -102,10 +102,9 @@ class Rig:
 
     def pump(self, limit: int = 100) -> list[Answered]:
         self.beat()
-        answered, more = self.admission.pump(self.now, limit)
-        while more:
-            further, more = self.admission.pump(self.now, limit)
-            answered += further
+        answered = list(self.admission.pump(self.now, limit))
+        while self.admission.more:
+            answered += self.admission.pump(self.now, limit)
         self.there += [a.answer for a in answered if isinstance(a.answer, Placement)]
         self.check()
         return answered
@@ -247,8 +246,7 @@ def test_when_the_last_worker_goes_those_who_wait_are_told() -> None:
     rig.core.refused("w0", 1, rig.now)
     rig.now += 100
     rig.core.tick(rig.now)
-    answered, _ = rig.admission.pump(rig.now - 95, 100)
-    (one,) = answered
+    (one,) = rig.admission.pump(rig.now - 95, 100)
     assert one.number == waiting.number and isinstance(one.answer, Refusal)
     assert one.answer.kind is RefusalKind.NO_WORKER
 
@@ -527,3 +525,62 @@ async def test_a_decision_that_fails_late_is_answered(monkeypatch: pytest.Monkey
     answer = await gateway.hear()
     assert (answer.correlation_id, answer.failure.reason) == (4, "INTERNAL")
     await gateway.answers.aclose()
+
+
+def failing_at(count: int, function: Any) -> Any:
+    """The function, but the call of that number raises."""
+    calls = 0
+
+    def call(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            raise RuntimeError("boom")
+        return function(*args)
+
+    return call
+
+
+async def test_a_failing_decision_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, gateway, placed = await full()
+    gateway.send(service.route(5, tenant="t"), service.route(6, tenant="t"))
+    assert [(await gateway.hear()).correlation_id for _ in range(2)] == [5, 6]
+    monkeypatch.setattr(service.core, "place", failing_at(3, service.core.place))
+    for attempt_id in placed:
+        service.confirm(attempt_id)
+    answers = [await gateway.hear() for _ in range(3)]
+    assert [a.correlation_id for a in answers] == [4, 5, 6]
+    assert [a.WhichOneof("result") for a in answers] == ["placement", "placement", "failure"]
+    assert not len(service.servicer._admission)
+    assert [inbox.waiting for inbox in service.servicer._inboxes] == [{}]
+    await gateway.answers.aclose()
+
+
+async def test_an_end_of_a_wait_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, gateway, _ = await full()
+    gateway.send(service.route(5, tenant="t"), service.route(6, tenant="t"))
+    assert [(await gateway.hear()).correlation_id for _ in range(2)] == [5, 6]
+    monkeypatch.setattr(service.core, "backlog", failing_at(2, service.core.backlog))
+    service.now += 10
+    service.beat()
+    service.servicer.news()
+    answers = [await gateway.hear() for _ in range(3)]
+    assert [a.correlation_id for a in answers] == [4, 5, 6]
+    assert [a.failure.reason for a in answers] == ["OVERLOADED", "INTERNAL", "OVERLOADED"]
+    await gateway.answers.aclose()
+
+
+def test_who_is_displaced_is_told_though_the_decision_after_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    rig.place(3)
+    waiting = [rig.wait(tenant="a", tokens=100) for _ in range(5)]
+    rig.wait(tenant="b", tokens=100)
+    monkeypatch.setattr(rig.core, "place", failing_at(1, rig.core.place))
+    answers = rig.admission.pump(rig.now, 10)
+    assert next(answers).number == waiting[-1].number
+    with pytest.raises(RuntimeError):
+        next(answers)
+    assert rig.admission.cancel(rig.admission.deciding)
+    assert rig.pump() == [] and len(rig.admission) == 4

@@ -226,7 +226,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.1, 10.0))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        gone = {e.number for e in self.rig.queue.expired(self.now)}
+        gone = set()
+        while (entry := self.rig.queue.expired(self.now)) is not None:
+            gone.add(entry.number)
         assert gone == {n for n, e in self.there.items() if e.until <= self.now}
         for number in gone:
             del self.there[number]
