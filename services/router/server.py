@@ -166,7 +166,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """The scorecard."""
         query = await query_of(request.request, self._core)
         now, limit_s = self._clock(), self._admission.limit_s
-        card = self._core.explain(query, now, limit_s)
+        card = self._core.explain(query, now, limit_s, self._admission.taken(now))
         if isinstance(card, Refusal):
             raise error_of(card)
         wait_s, would_wait = self._admission.outlook(query, now)

@@ -3,7 +3,8 @@
 Where every worker that could take a request has more than `max_wait_s` of work ahead, a place in an
 engine's queue is worth nothing yet: what is decided later is decided better, in a fairer order. So
 the request waits here (queue.py), for `queue_wait_s` at most. Who would wait longer than that, or
-than its client does, is refused at once with the predicted wait.
+than its client does, is refused at once with the predicted wait. Workers that somebody waits for
+are left to those who wait (lanes.py); whoever comes may have any other.
 
 Ask it `ask`, tell it `cancel`, and let it `pump` whenever workers have told something or time has
 passed. Times are seconds on the core's clock. It answers with values and never waits itself.
@@ -11,11 +12,12 @@ passed. Times are seconds on the core's clock. It answers with values and never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from dataclasses import dataclass
 
 from services.common.ids import AttemptId
 from services.router.core.answers import Backlog, Placement, Query, Refusal, RefusalKind
+from services.router.core.lanes import Lanes
 from services.router.core.placement import RouterCore
 from services.router.core.queue import Entry, FairQueue
 
@@ -78,11 +80,13 @@ class Admission:
         self._limit_s = config.max_wait_s or _NEVER
         self._queue = FairQueue(config.queue_length)
         self._queries: dict[int, Query] = {}
-        self._pools: dict[str, int] = {}
-        """How many wait, by model."""
+        self._lanes = Lanes(core)
+        self._lanes_version = core.lanes_version
         self._numbers = 0
         self._closed: set[Hashable] = set()
         """Lanes found busy since the queue was last gone through."""
+        self._busy: set[int] = set()
+        """Slots that those of closed lanes may run on."""
         self._displaced: list[_Displaced] = []
         """Those that had to go and have not been answered."""
         self.deciding = 0
@@ -103,32 +107,37 @@ class Admission:
         """The limit on work ahead; infinity: none."""
         return self._limit_s
 
+    def taken(self, now: float) -> Set[int]:
+        """Slots that somebody waits for: left to those by whoever comes now."""
+        self._sort()
+        return self._lanes.taken(now) if self._lanes else frozenset()
+
     def heavy(self, tenant: str) -> bool:
         """Whether a tenant waits with more than its share of the tokens."""
         return self._queue.heavy(tenant)
 
     def ask(self, query: Query, now: float) -> Placement | Refusal | Waiting:
-        """Places a request, or puts it behind those that wait for the same model's workers."""
+        """Places a request on a worker that nobody waits for, or lets it wait, too."""
         if query.admitted:
             return self._core.place(query, self._new_attempt(), now)
-        if query.model not in self._pools:
-            answer = self._core.place(query, self._new_attempt(), now, self._limit_s)
-            if not isinstance(answer, Refusal) or answer.kind is not RefusalKind.OVERLOADED:
-                return answer
+        taken = self.taken(now)
+        answer = self._core.place(query, self._new_attempt(), now, self._limit_s, taken)
+        if not isinstance(answer, Refusal) or answer.kind is not RefusalKind.OVERLOADED:
+            return answer
         backlog = self._core.backlog(query, now)
         if isinstance(backlog, Refusal):
             return backlog
         self._numbers += 1
         most_s = min(self._config.queue_wait_s, query.patience_s)
         entry = self._entry(self._numbers, query, now, most_s)
-        predicted_s = self._predict(entry, backlog)
+        predicted_s = self._predict(entry, query, backlog, now)
         if predicted_s > most_s:
             return self._overloaded(query, predicted_s, "it would wait")
         displaced = self._queue.put(entry)
         if displaced is entry:
             return self._overloaded(query, predicted_s, "too many wait; it would wait")
         self._queries[entry.number] = query
-        self._pools[query.model] = self._pools.get(query.model, 0) + 1
+        self._lanes.enter(entry.lane, query)
         if displaced is not None:
             self._displaced.append(_Displaced(displaced, self._forget(displaced)))
         return Waiting(entry.number, predicted_s, most_s)
@@ -147,6 +156,7 @@ class Admission:
         was: `cancel` that one and pump again.
         """
         self.more = True
+        self._sort()
         while self._displaced:
             gone = self._displaced.pop(0)
             yield self._dismissed(gone.entry, gone.query, now, "displaced")
@@ -155,7 +165,7 @@ class Admission:
         for _ in range(limit):
             entry = self._queue.next(self._closed)
             if entry is None:
-                self._closed.clear()
+                self._open()
                 self.more = False
                 return
             answered = self._turn(entry, now)
@@ -170,21 +180,19 @@ class Admission:
         backlog = self._core.backlog(query, now)
         if isinstance(backlog, Refusal):
             return 0.0, False
-        if backlog.wait_s <= self._limit_s and query.model not in self._pools:
-            return backlog.wait_s, False
+        untaken = self._core.backlog(query, now, self.taken(now))
+        if not isinstance(untaken, Refusal) and untaken.wait_s <= self._limit_s:
+            return untaken.wait_s, False
         most_s = min(self._config.queue_wait_s, query.patience_s)
         entry = self._entry(self._numbers + 1, query, now, most_s)
-        predicted_s = self._predict(entry, backlog)
+        predicted_s = self._predict(entry, query, backlog, now)
         return predicted_s + min(backlog.wait_s, self._limit_s), True
 
     def check_invariants(self) -> None:
         """Raises AssertionError when it contradicts itself."""
         self._queue.check_invariants()
         assert {entry.number for entry in self._queue} == set(self._queries)
-        pools: dict[str, int] = {}
-        for query in self._queries.values():
-            pools[query.model] = pools.get(query.model, 0) + 1
-        assert pools == self._pools
+        self._lanes.check_invariants({entry.number: entry.lane for entry in self._queue})
 
     # Inside.
 
@@ -192,7 +200,6 @@ class Admission:
         keys = query.keys
         return Entry(
             number=number,
-            pool=query.model,
             lane=self._core.lane(query),
             tenant=query.tenant,
             priority=query.priority,
@@ -206,9 +213,11 @@ class Admission:
         """Decides one whose turn it is; None: all are busy that it may run on, and it stays."""
         self.deciding = entry.number
         query = self._queries[entry.number]
-        answer = self._core.place(query, self._new_attempt(), now, self._limit_s)
+        answer = self._core.place(query, self._new_attempt(), now, self._limit_s, self._busy)
         if isinstance(answer, Refusal) and answer.kind is RefusalKind.OVERLOADED:
+            # Should one of these be free in a moment, it is for those of this lane.
             self._closed.add(entry.lane)
+            self._busy |= self._lanes.slots(entry.lane, now)
             return None
         heavy = self._queue.heavy(entry.tenant)
         if isinstance(answer, Refusal):
@@ -221,9 +230,28 @@ class Admission:
         self._forget(entry)
         return Answered(entry.number, answer, now - entry.since, result, heavy)
 
-    def _predict(self, entry: Entry, backlog: Backlog) -> float:
-        """Seconds until it is placed: until a worker is free enough, and those before it are."""
-        ahead_s = self._queue.ahead(entry) / backlog.tokens_per_s
+    def _sort(self) -> None:
+        """Sorts those who wait by lane anew, if workers' records have changed what lanes are."""
+        if self._lanes_version == self._core.lanes_version:
+            return
+        self._lanes_version = self._core.lanes_version
+        self._queue.sort(lambda number: self._core.lane(self._queries[number]))
+        self._lanes.clear()
+        for entry in self._queue:
+            self._lanes.enter(entry.lane, self._queries[entry.number])
+        self._open()
+
+    def _open(self) -> None:
+        """Lanes found busy may be free again."""
+        self._closed.clear()
+        self._busy.clear()
+
+    def _predict(self, entry: Entry, query: Query, backlog: Backlog, now: float) -> float:
+        """Seconds until it is placed: until a worker is free enough, and those before it are that
+        compete for the same workers.
+        """
+        shares = self._lanes.shares(entry.lane, query, now) if self._lanes else {}
+        ahead_s = self._queue.ahead(entry, shares) / backlog.tokens_per_s
         return max(0.0, backlog.wait_s - self._limit_s) + ahead_s
 
     def _overloaded(self, query: Query, predicted_s: float, why: str) -> Refusal:
@@ -242,14 +270,14 @@ class Admission:
         if isinstance(backlog, Refusal):
             answer = backlog
         else:
+            predicted_s = self._predict(entry, query, backlog, now)
             waited = f"{now - entry.since:.1f} s in vain; it would wait"
-            answer = self._overloaded(query, self._predict(entry, backlog), f"it waited {waited}")
+            answer = self._overloaded(query, predicted_s, f"it waited {waited}")
         heavy = self._queue.heavy(entry.tenant)
         return Answered(entry.number, answer, now - entry.since, result, heavy)
 
     def _forget(self, entry: Entry) -> Query:
-        query = self._queries.pop(entry.number)
-        self._pools[query.model] -= 1
-        if not self._pools[query.model]:
-            del self._pools[query.model]
-        return query
+        self._lanes.leave(entry.lane)
+        if not self._lanes:
+            self._open()
+        return self._queries.pop(entry.number)

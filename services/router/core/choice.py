@@ -7,7 +7,8 @@ anew would cost more than the rest of a decision. Whatever changes who may be ch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from services.router.core.answers import Bar, Query, Refusal
@@ -55,6 +56,17 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """Slots of those that a request may run on; none: nobody could take it."""
+
+    slots: frozenset[int]
+    version: int
+    """What `Choices.version` was then."""
+    until: float
+    """When time alone may have changed it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Whom a decision fell on."""
 
@@ -77,16 +89,50 @@ class Choices:
         self._liveness = liveness
         self._remembered: dict[tuple[str, int, str], Choice] = {}
         self._reserved: frozenset[str] = frozenset()
+        self._lengths: list[int] = []
+        """Longest prompts that workers take, each once, in order."""
+        self.version = 0
+        """Another whenever somebody's right to be chosen may have changed."""
+        self.lanes_version = 0
+        """Another whenever `lane` may say something else of a request than before."""
         self.synced = False
         """Whether all records have been read once: a model unknown then does not exist."""
 
     def changed(self) -> None:
         """Somebody's right to be chosen may have changed."""
+        self.version += 1
         self._remembered.clear()
 
     def reserve(self) -> None:
-        """Records came, went or changed: notes anew whose tenants have workers of their own."""
-        self._reserved = frozenset[str]().union(*(w.info.tenants for w in self._table))
+        """Records came, went or changed: notes anew whose tenants have workers of their own, and
+        how long prompts may be.
+        """
+        reserved = frozenset[str]().union(*(w.info.tenants for w in self._table))
+        lengths = sorted({w.info.max_model_len for w in self._table} - {0})
+        if (reserved, lengths) != (self._reserved, self._lengths):
+            self._reserved, self._lengths = reserved, lengths
+            self.lanes_version += 1
+
+    def lane(self, query: Query) -> Hashable:
+        """Equal for requests under the same constraints: all that `bar_of` asks of a request."""
+        return (
+            query.model,
+            query.block_size,
+            query.pinned,
+            query.rank,
+            query.excluded,
+            frozenset(query.labels.items()),
+            query.tenant if query.tenant in self._reserved else "",
+            bisect_left(self._lengths, query.prompt_tokens),
+        )
+
+    def reach(self, query: Query, now: float) -> Reach:
+        """Whom a request may run on now."""
+        choice = self.of(query, now)
+        if isinstance(choice, Refusal):
+            return Reach(frozenset(), self.version, now)
+        slots = frozenset(page.rank.slot for page in choice.pages)
+        return Reach(slots, self.version, choice.until)
 
     def of(self, query: Query, now: float) -> Choice | Refusal:
         """Who may be chosen for a request, or why nobody may."""

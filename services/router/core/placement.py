@@ -8,7 +8,7 @@ It answers with values, never with exceptions, and holds nothing that its inputs
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -40,7 +40,7 @@ from services.router.core.answers import (
     Scored,
     WorkerSnapshot,
 )
-from services.router.core.choice import Choice, Choices, Page, Verdict
+from services.router.core.choice import Choice, Choices, Page, Reach, Verdict
 from services.router.core.churn import ChurnBook
 from services.router.core.cost import Candidate, CostModel
 from services.router.core.doubts import Doubts
@@ -65,6 +65,7 @@ from services.router.core.workers import (
 )
 
 _NEVER = float("inf")
+_NOBODY: Set[int] = frozenset()
 _MOST_REPEATS = 64
 """Models whose last placements are remembered."""
 
@@ -246,45 +247,43 @@ class RouterCore:
     # Decisions.
 
     def place(
-        self, query: Query, attempt_id: AttemptId, now: float, max_wait_s: float = _NEVER
+        self,
+        query: Query,
+        attempt_id: AttemptId,
+        now: float,
+        max_wait_s: float = _NEVER,
+        spared: Set[int] = _NOBODY,
     ) -> Placement | Refusal:
         """Chooses a worker and books the request there under `attempt_id`.
 
-        Workers where it would wait longer than `max_wait_s` are left out; refuses with OVERLOADED
-        if that leaves none.
+        Workers where it would wait longer than `max_wait_s` are left out, and `spared` slots;
+        refuses with OVERLOADED if that leaves none.
         """
         self._load.expire(now)
         choice = self._choices.of(query, now)
         if isinstance(choice, Refusal):
             return choice
+        if spared:
+            # Mostly that is all: no need to look at the prompt.
+            self._refresh()
+            if not _free(choice, now, max_wait_s, spared):
+                return _busy(choice, query, now, max_wait_s)
         prompt = self._prompt(query.keys, query.prompt_tokens, query.block_size, now)
         try:
             self._write(choice, query, prompt)
-            return self._place(choice, query, prompt, attempt_id, now, max_wait_s)
+            ask = Ask(now, query.keys, query.block_size or 1, self._lot)
+            verdict = self._decide(choice, query, ask, max_wait_s, spared)
+            if not verdict.in_time:
+                return _busy(choice, query, now, max_wait_s)
+            return self._book(choice.pages[verdict.best], query, prompt, attempt_id, ask)
         finally:
             # Whatever happens: what was written of one prompt must not weigh for the next.
             self._wipe()
 
-    def _place(
-        self,
-        choice: Choice,
-        query: Query,
-        prompt: Prompt,
-        attempt_id: AttemptId,
-        now: float,
-        max_wait_s: float,
-    ) -> Placement | Refusal:
-        ask = Ask(now, query.keys, query.block_size or 1, self._lot)
-        verdict = self._decide(choice, query, ask, max_wait_s)
-        if not verdict.in_time:
-            wait_s = min(c.queue_s(now) for c in choice.candidates)
-            return Refusal(
-                RefusalKind.OVERLOADED,
-                f"every worker of {query.model!r} is busy for {wait_s:.1f} s",
-                wait_s,
-                wait_s - max_wait_s,
-            )
-        page = choice.pages[verdict.best]
+    def _book(
+        self, page: Page, query: Query, prompt: Prompt, attempt_id: AttemptId, ask: Ask
+    ) -> Placement:
+        """The decision fell on a worker whose candidate is written."""
         self._lot = self._dice.randrange(1 << 62)
         rank, candidate, worker = page.rank, page.candidate, page.worker
         cached = candidate.g1_tokens + candidate.lower_tokens
@@ -305,7 +304,7 @@ class RouterCore:
             prompt_tokens=query.prompt_tokens,
             cached_tokens=cached,
             keys=query.keys,
-            now=now,
+            now=ask.now,
             sequences=query.sequences,
             onboards=candidate.lower_tokens > 0,
         )
@@ -313,7 +312,7 @@ class RouterCore:
             self._repeated(query.model).placed(prompt.fork, rank.slot, candidate.uncached_tokens)
         if query.session:
             key = session_key(query.session, query.model, query.tenant)
-            self._sessions.went(key, (rank.holder.id, rank.holder.dp_rank), now)
+            self._sessions.went(key, (rank.holder.id, rank.holder.dp_rank), ask.now)
         self._policy.chosen(rank.slot)
         rank.placements += 1
         candidate.placements = rank.placements
@@ -323,24 +322,48 @@ class RouterCore:
         """Takes back a placement that never reached its worker. False if it isn't booked now."""
         return self._load.release(attempt_id) is not None
 
-    def backlog(self, query: Query, now: float) -> Backlog | Refusal:
-        """How busy those are that could take a request."""
+    def backlog(self, query: Query, now: float, spared: Set[int] = _NOBODY) -> Backlog | Refusal:
+        """How busy those are that could take a request; `spared` slots begin nothing for it."""
         choice = self._choices.of(query, now)
         if isinstance(choice, Refusal):
             return choice
         self._refresh()
         return Backlog(
-            min(c.queue_s(now) for c in choice.candidates),
+            min(
+                (c.queue_s(now) for c in choice.candidates if c.slot not in spared), default=_NEVER
+            ),
             sum(c.prefill_rate for c in choice.candidates),
         )
 
     def lane(self, query: Query) -> Hashable:
-        """Equal for requests that may run on the same workers."""
-        too_short = sum(0 < w.info.max_model_len < query.prompt_tokens for w in self._table)
-        labels = frozenset(query.labels.items())
-        return query.model, query.block_size, query.pinned, query.excluded, labels, too_short
+        """Equal for requests that may run on the same workers, until `lanes_version` changes."""
+        return self._choices.lane(query)
 
-    def explain(self, query: Query, now: float, max_wait_s: float = _NEVER) -> Scorecard | Refusal:
+    @property
+    def lanes_version(self) -> int:
+        """Another whenever `lane` may say something else of a request than before."""
+        return self._choices.lanes_version
+
+    def reach(self, query: Query, now: float) -> Reach:
+        """Whom a request may run on now, busy or not."""
+        return self._choices.reach(query, now)
+
+    @property
+    def choices_version(self) -> int:
+        """Another whenever `reach` may say something else of a request than before."""
+        return self._choices.version
+
+    def holds(self, reach: Reach, now: float) -> bool:
+        """Whether `reach` would say the same."""
+        return reach.version == self._choices.version and now <= reach.until
+
+    def explain(
+        self,
+        query: Query,
+        now: float,
+        max_wait_s: float = _NEVER,
+        spared: Set[int] = _NOBODY,
+    ) -> Scorecard | Refusal:
         """How `place` would decide now; changes nothing.
 
         Where it would refuse since all are busy, the one is shown that it would choose otherwise.
@@ -355,7 +378,7 @@ class RouterCore:
             try:
                 self._write(choice, query, prompt)
                 ask = Ask(now, query.keys, query.block_size or 1, self._lot)
-                verdict = self._decide(choice, query, ask, max_wait_s)
+                verdict = self._decide(choice, query, ask, max_wait_s, spared)
                 rows = fared(choice, verdict, self._policy, ask)
             finally:
                 self._wipe()
@@ -526,16 +549,19 @@ class RouterCore:
                 load.fill(pages[slot].candidate)
             load.changed.clear()
 
-    def _decide(self, choice: Choice, query: Query, ask: Ask, max_wait_s: float) -> Verdict:
+    def _decide(
+        self, choice: Choice, query: Query, ask: Ask, max_wait_s: float, spared: Set[int]
+    ) -> Verdict:
         """Who gets a request whose candidates are written; without effect."""
         candidates = choice.candidates
         costs = self._policy.costs(ask, candidates)
         best = cheapest = self._best(costs)
         if query.session:
             best = self._home(choice, query, best, ask.now)
-        if candidates[best].queue_s(ask.now) <= max_wait_s:
+        liked = candidates[best]
+        if liked.queue_s(ask.now) <= max_wait_s and liked.slot not in spared:
             return Verdict(best, costs, best != cheapest, True)
-        free = [i for i, c in enumerate(candidates) if c.queue_s(ask.now) <= max_wait_s]
+        free = _free(choice, ask.now, max_wait_s, spared)
         if not free:
             return Verdict(best, costs, best != cheapest, False)
         return Verdict(free[self._best([costs[i] for i in free])], costs, False, True)
@@ -710,3 +736,22 @@ class RouterCore:
 def _ttft_s(c: Candidate, now: float) -> float:
     """Predicted seconds to the first token, whatever the policy."""
     return c.queue_s(now) + c.prefill_s + min(c.onboard_s, c.lower_tokens * c.token_s)
+
+
+def _free(choice: Choice, now: float, max_wait_s: float, spared: Set[int]) -> list[int]:
+    """Numbers of those that are free soon enough."""
+    return [
+        i
+        for i, c in enumerate(choice.candidates)
+        if c.slot not in spared and c.queue_s(now) <= max_wait_s
+    ]
+
+
+def _busy(choice: Choice, query: Query, now: float, max_wait_s: float) -> Refusal:
+    wait_s = min(c.queue_s(now) for c in choice.candidates)
+    return Refusal(
+        RefusalKind.OVERLOADED,
+        f"every worker of {query.model!r} is busy for {wait_s:.1f} s",
+        wait_s,
+        max(0.0, wait_s - max_wait_s),
+    )

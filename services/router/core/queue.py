@@ -17,8 +17,8 @@ next request lacks, so that a turn costs the same whatever prompts are long.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 MATES_IN_A_ROW = 8
 """Most requests of one prefix that go without others' turns between them."""
@@ -30,8 +30,6 @@ class Entry:
 
     number: int
     """Unique, rising: among equals the first comes first."""
-    pool: Hashable
-    """Whoever shares workers (the model)."""
     lane: Hashable
     """Whoever may run on just the same workers."""
     tenant: str
@@ -160,19 +158,29 @@ class FairQueue:
             return None
         return self.remove(self._order[0][1])
 
-    def ahead(self, entry: Entry) -> int:
-        """Tokens of its pool that would go before `entry`, which need not be there."""
-        total = own = 0
-        others: dict[str, int] = {}
+    def sort(self, lane_of: Callable[[int], Hashable]) -> None:
+        """Lanes by number are others now; nobody's turn changes."""
+        for number, entry in self._entries.items():
+            self._entries[number] = replace(entry, lane=lane_of(number))
+
+    def ahead(self, entry: Entry, shares: Mapping[Hashable, float]) -> float:
+        """Tokens that would go before `entry`, which need not be there, to workers it may run on.
+
+        `shares`: part of each lane's tokens that these get; of lanes that are not named, none.
+        """
+        total = own = 0.0
+        others: dict[str, float] = {}
         for e in self:
-            if e.pool != entry.pool or e.number == entry.number or e.priority < entry.priority:
+            share = shares.get(e.lane)
+            if not share or e.number == entry.number or e.priority < entry.priority:
                 continue
+            tokens = share * e.tokens
             if e.priority > entry.priority:
-                total += e.tokens
+                total += tokens
             elif e.tenant != entry.tenant:
-                others[e.tenant] = others.get(e.tenant, 0) + e.tokens
+                others[e.tenant] = others.get(e.tenant, 0.0) + tokens
             elif (e.until, e.number) < (entry.until, entry.number):
-                own += e.tokens
+                own += tokens
         # Until it has had that much, each of the others has as much at most.
         return total + own + sum(min(tokens, own + entry.tokens) for tokens in others.values())
 

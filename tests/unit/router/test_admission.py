@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,8 @@ from services.common.ids import AttemptId, BlockKey
 from services.router.adapters.metrics import RouterMetrics
 from services.router.core.admission import Admission, AdmissionConfig, Answered, Waiting
 from services.router.core.answers import Placement, Query, Refusal, RefusalKind
+from services.router.core.eligibility import bar_of, has_own_workers
+from services.router.core.lives import Status
 from services.router.core.placement import CoreConfig, RouterCore
 from services.router.core.rates import RateDefaults
 from services.router.core.workers import WorkerInfo
@@ -63,7 +66,8 @@ class Rig:
 
     def ask(self, tokens: int = 1000, **fields: Any) -> Placement | Refusal | Waiting:
         keys = fields.pop("keys", ())
-        answer = self.admission.ask(Query("m", tokens, keys, SIZE, **fields), self.now)
+        model = fields.pop("model", "m")
+        answer = self.admission.ask(Query(model, tokens, keys, SIZE, **fields), self.now)
         if isinstance(answer, Placement):
             self.there.append(answer)
         self.check()
@@ -112,6 +116,13 @@ class Rig:
     def check(self) -> None:
         self.admission.check_invariants()
         self.core.check_invariants()
+
+
+def rewrite(rig: Rig, worker: str, **fields: Any) -> None:
+    """Changes a worker's record."""
+    record = WorkerInfo(worker, 1, f"{worker}:1", "m", SIZE, 10_000, 100_000)
+    rig.core.record(replace(record, **fields), rig.now)
+    rig.core.reset(Snapshot(worker, 1, 0, (), ()), rig.now)
 
 
 def test_placed_at_once_until_the_limit_then_in_turn() -> None:
@@ -213,8 +224,7 @@ def test_one_who_waits_for_a_certain_worker_holds_up_nobody() -> None:
     rig = Rig(workers=2)
     rig.place(3, pinned="w0")
     pinned = rig.wait(pinned="w0")
-    anywhere = rig.wait()
-    assert [a.number for a in rig.pump()] == [anywhere.number]
+    rig.place(1)
     rig.finish()
     assert [a.number for a in rig.pump()] == [pinned.number]
 
@@ -224,8 +234,85 @@ def test_a_long_prompt_holds_up_no_shorter_one() -> None:
     rig.core.record(WorkerInfo("w1", 1, "w1:1", "m", SIZE, 10_000, 2000), rig.now)
     rig.place(3, pinned="w0")
     rig.wait(tokens=3000)
-    short = rig.wait()
-    assert [a.number for a in rig.pump()] == [short.number]
+    rig.place(1)
+
+
+def test_a_tenant_that_waits_for_workers_of_its_own_holds_up_nobody() -> None:
+    rig = Rig(workers=2)
+    rewrite(rig, "w0", tenants=frozenset({"acme"}))
+    rig.place(3, tenant="acme")
+    mine = rig.wait(tenant="acme")
+    rig.place(3)
+    other = rig.wait()
+    rig.finish(rig.there[-1])
+    assert [a.number for a in rig.pump()] == [other.number]
+    rig.finish(rig.there[0])
+    assert [a.number for a in rig.pump()] == [mine.number]
+
+
+def test_one_who_waits_for_a_rank_holds_up_no_other_rank() -> None:
+    rig = Rig()
+    rewrite(rig, "w0", dp_size=2)
+    rig.place(3, rank=0)
+    rig.wait(rank=0)
+    rig.place(3)
+    assert [p.holder.dp_rank for p in rig.there] == [0, 0, 0, 1, 1, 1]
+    rig.wait()
+
+
+def test_who_came_before_a_reservation_goes_where_it_says() -> None:
+    """The lane of one who waits is another when a record changes what it may run on."""
+    rig = Rig(workers=2)
+    rig.place(6)
+    mine, other = rig.wait(tenant="acme", patience_s=5.0), rig.wait(tenant="bee")
+    rewrite(rig, "w0", tenants=frozenset({"acme"}))
+    for placement in [p for p in rig.there if p.holder.id == "w1"]:
+        rig.finish(placement)
+    assert [a.number for a in rig.pump()] == [other.number]
+    for placement in [p for p in rig.there if p.holder.id == "w0"]:
+        rig.finish(placement)
+    assert [a.number for a in rig.pump()] == [mine.number]
+
+
+def test_an_idle_worker_takes_its_own_however_many_wait_for_others() -> None:
+    rig = Rig(workers=5, limits=replace(LIMITS, queue_length=50))
+    for i in range(5):
+        rewrite(rig, f"w{i}", labels={"zone": "b" if i == 4 else "a"})
+    rig.place(12, labels={"zone": "a"})
+    for _ in range(30):
+        rig.wait(labels={"zone": "a"})
+    rig.place(3, labels={"zone": "b"}, patience_s=1.5)
+    assert rig.wait(labels={"zone": "b"}, patience_s=1.5).predicted_s == pytest.approx(1.0)
+    # Those of all zones fall to a worker of this one, too, in part: five seconds of work for five.
+    for _ in range(5):
+        rig.wait(priority=1)
+    assert rig.wait(labels={"zone": "b"}).predicted_s == pytest.approx(3.0)
+
+
+def test_an_adapters_requests_do_not_overtake_its_models() -> None:
+    rig = Rig()
+    rewrite(rig, "w0", adapters={"tuned": "/tuned"})
+    rig.place(3)
+    first = rig.wait()
+    rig.finish()
+    second = rig.wait(model="tuned")
+    assert second.predicted_s == pytest.approx(1.0)
+    assert [a.number for a in rig.pump()] == [first.number]
+    rig.finish()
+    assert [a.number for a in rig.pump()] == [second.number]
+
+
+def test_a_worker_that_comes_free_is_for_those_whose_turn_was_before() -> None:
+    rig = Rig(workers=2)
+    rig.place(6)
+    pinned = rig.wait(pinned="w0", priority=1)
+    rig.beat()
+    assert list(rig.admission.pump(rig.now, 1)) == [] and rig.admission.more
+    rig.finish(next(p for p in rig.there if p.holder.id == "w0"))
+    other = rig.wait()
+    assert rig.pump() == [], "between two parts of one pass"
+    assert [a.number for a in rig.pump()] == [pinned.number]
+    assert rig.admission.cancel(other.number)
 
 
 def test_a_cancelled_one_is_forgotten() -> None:
@@ -275,28 +362,54 @@ def test_the_outlook() -> None:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Everyone who waits is answered once: placed, refused, or gone by their own will."""
+    """Everyone who waits is answered once: placed, refused, or gone by their own will. Nobody is
+    passed over by who came later, nor waits while a worker is free that only others wait for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(workers=2)
-        self.waiting: dict[int, float] = {}
+        self.rig = Rig(workers=3)
+        rewrite(self.rig, "w1", dp_size=2, adapters={"tuned": "/tuned"})
+        rewrite(self.rig, "w2", labels={"zone": "b"})
+        self.queries: dict[int, Query] = {}
+        """Of those that wait."""
+        self.until: dict[int, float] = {}
 
     @rule(
         tokens=st.integers(1, 4000),
-        tenant=st.sampled_from("ab"),
+        model=st.sampled_from(["m", "m", "tuned"]),
+        tenant=st.sampled_from("abc"),
         priority=st.integers(0, 1),
-        pinned=st.sampled_from(["", "w0", "w1"]),
+        pinned=st.sampled_from(["", "", "", "w0", "w1"]),
+        rank=st.sampled_from([None, None, 0, 1]),
+        labels=st.sampled_from([{}, {}, {"zone": "b"}]),
         patience_s=st.sampled_from([1.0, float("inf")]),
     )
-    def ask(self, **fields: Any) -> None:
+    def ask(self, tokens: int, **fields: Any) -> None:
+        query = Query(prompt_tokens=tokens, keys=(), block_size=SIZE, **fields)
         self.rig.beat()
-        answer = self.rig.ask(**fields)
+        before = self.contested()
+        soonest = {slot: self.soonest(slot) for slot in self.slots(query)}
+        answer = self.rig.admission.ask(query, self.rig.now)
+        free = {slot for slot, wait_s in soonest.items() if wait_s <= LIMITS.max_wait_s} - before
         if isinstance(answer, Waiting):
+            assert not free
             assert answer.predicted_s <= answer.most_s <= LIMITS.queue_wait_s
-            self.waiting[answer.number] = self.rig.now + answer.most_s
-        elif isinstance(answer, Refusal):
-            assert answer.kind is RefusalKind.OVERLOADED and answer.wait_s > 0
+            self.queries[answer.number] = query
+            self.until[answer.number] = self.rig.now + answer.most_s
+        elif isinstance(answer, Placement):
+            self.rig.there.append(answer)
+            assert self.slot(answer) in free
+        elif answer.kind is RefusalKind.OVERLOADED:
+            assert answer.wait_s > 0 and soonest and not free
+        else:
+            assert not soonest
+
+    @rule(tenants=st.sampled_from([set(), {"a"}, {"a", "b"}]))
+    def reserve(self, tenants: set[str]) -> None:
+        info = self.rig.core.model_worker("m")
+        assert info is not None and info.id == "w0"
+        self.rig.core.record(replace(info, tenants=frozenset(tenants)), self.rig.now)
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
@@ -305,8 +418,8 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        if self.waiting:
-            number = data.draw(st.sampled_from(sorted(self.waiting)))
+        if self.queries:
+            number = data.draw(st.sampled_from(sorted(self.queries)))
             # One that was displaced, and not told yet, is not there any more.
             self.rig.admission.cancel(number)
 
@@ -314,16 +427,44 @@ class AdmissionMachine(RuleBasedStateMachine):
     def pump(self, seconds: float, limit: int) -> None:
         self.rig.now += seconds
         for one in self.rig.pump(limit):
-            self.waiting.pop(one.number, None)
+            self.queries.pop(one.number, None)
         left = {entry.number for entry in self.rig.admission._queue}
-        self.waiting = {n: until for n, until in self.waiting.items() if n in left}
-        assert left == set(self.waiting)
-        assert all(until > self.rig.now for until in self.waiting.values())
+        self.queries = {n: query for n, query in self.queries.items() if n in left}
+        assert left == set(self.queries)
+        assert all(self.until[n] > self.rig.now for n in left)
+        for query in self.queries.values():
+            for slot in self.slots(query):
+                assert self.soonest(slot) > LIMITS.max_wait_s, "it waits for one that is free"
 
     @invariant()
     def holds(self) -> None:
         self.rig.check()
         assert len(self.rig.admission) <= LIMITS.queue_length
+
+    # The same by looking at each rank alone.
+
+    def slots(self, query: Query) -> set[int]:
+        core = self.rig.core
+        own = has_own_workers(query, (w.info for w in core._table))
+        return {
+            rank.slot
+            for worker in core._table
+            if bar_of(worker.info, Status.READY, query, own) is None
+            for rank in worker.ranks
+            if query.rank in (None, rank.holder.dp_rank)
+        }
+
+    def soonest(self, slot: int) -> float:
+        self.rig.core._refresh()
+        return self.rig.core._pages[slot].candidate.queue_s(self.rig.now)
+
+    def slot(self, placement: Placement) -> int:
+        pages = self.rig.core._pages
+        return next(slot for slot, page in pages.items() if page.rank.holder == placement.holder)
+
+    def contested(self) -> set[int]:
+        left = {entry.number for entry in self.rig.admission._queue}
+        return set().union(*(self.slots(q) for n, q in self.queries.items() if n in left))
 
 
 AdmissionMachine.TestCase.settings = settings(

@@ -27,7 +27,7 @@ class Rig:
         lane: str = "m",
     ) -> Entry | None:
         self.number += 1
-        entry = Entry(self.number, "m", lane, tenant, priority, tokens, 0.0, until, mate)
+        entry = Entry(self.number, lane, tenant, priority, tokens, 0.0, until, mate)
         gone = self.queue.put(entry)
         self.queue.check_invariants()
         return gone
@@ -159,11 +159,12 @@ def test_what_is_ahead_counts_others_up_to_ones_own_share() -> None:
         rig.put("a", tokens=1000)
     rig.put("b", tokens=300)
     rig.put("c", tokens=50, priority=1)
-    new = Entry(99, "m", "m", "b", 0, 200, 0.0, 60.0)
-    assert rig.queue.ahead(new) == 50 + 300 + 500
-    urgent = Entry(99, "m", "m", "b", 0, 200, 0.0, 1.0)
-    assert rig.queue.ahead(urgent) == 50 + 200
-    assert rig.queue.ahead(Entry(99, "other", "m", "b", 0, 200, 0.0, 60.0)) == 0
+    new = Entry(99, "m", "b", 0, 200, 0.0, 60.0)
+    assert rig.queue.ahead(new, {"m": 1.0}) == 50 + 300 + 500
+    urgent = Entry(99, "m", "b", 0, 200, 0.0, 1.0)
+    assert rig.queue.ahead(urgent, {"m": 1.0}) == 50 + 200
+    assert rig.queue.ahead(new, {"m": 0.5}) == 25 + 150 + 350
+    assert rig.queue.ahead(new, {"other": 1.0}) == 0
     assert rig.queue.heavy("a") and not rig.queue.heavy("b") and not rig.queue.heavy("new")
 
 
@@ -193,7 +194,7 @@ class QueueMachine(RuleBasedStateMachine):
         gone = self.rig.put(tenant, tokens, priority, self.now + wait, mate, lane)
         number = self.rig.number
         until = self.now + wait
-        entry = Entry(number, "m", lane, tenant, priority, tokens, 0.0, until, mate)
+        entry = Entry(number, lane, tenant, priority, tokens, 0.0, until, mate)
         self.there[number] = entry
         assert (gone is not None) == full
         if gone is not None:
