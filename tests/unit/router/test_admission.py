@@ -11,7 +11,7 @@ import pytest
 from forebay.router.v1 import router_pb2 as pb
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from opentelemetry.trace import NoOpTracer
 from prometheus_client import CollectorRegistry
 
@@ -376,17 +376,17 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.until: dict[int, float] = {}
 
     @rule(
-        tokens=st.integers(1, 4000),
-        model=st.sampled_from(["m", "m", "tuned"]),
-        tenant=st.sampled_from("abc"),
+        tokens=st.integers(1, 2000),
+        model=st.sampled_from(["m", "tuned"]),
+        tenant=st.sampled_from("ab"),
         priority=st.integers(0, 1),
-        pinned=st.sampled_from(["", "", "", "w0", "w1"]),
-        rank=st.sampled_from([None, None, 0, 1]),
-        labels=st.sampled_from([{}, {}, {"zone": "b"}]),
-        patience_s=st.sampled_from([1.0, float("inf")]),
+        only=st.sampled_from(
+            [{}, {}, {}, {}, {"pinned": "w0"}, {"rank": 1}, {"labels": {"zone": "b"}}]
+        ),
+        patience_s=st.sampled_from([float("inf"), float("inf"), 1.0]),
     )
-    def ask(self, tokens: int, **fields: Any) -> None:
-        query = Query(prompt_tokens=tokens, keys=(), block_size=SIZE, **fields)
+    def ask(self, tokens: int, only: dict[str, Any], **fields: Any) -> None:
+        query = Query(prompt_tokens=tokens, keys=(), block_size=SIZE, **only, **fields)
         self.rig.beat()
         before = self.contested()
         soonest = {slot: self.soonest(slot) for slot in self.slots(query)}
@@ -405,7 +405,14 @@ class AdmissionMachine(RuleBasedStateMachine):
         else:
             assert not soonest
 
-    @rule(tenants=st.sampled_from([set(), {"a"}, {"a", "b"}]))
+    @initialize(tenants=st.sampled_from([set(), {"a"}]))
+    def fill(self, tenants: set[str]) -> None:
+        """All begin busy, with one prompt each."""
+        for worker, rank in (("w0", 0), ("w1", 0), ("w1", 1), ("w2", 0)):
+            self.rig.place(1, tokens=3000, pinned=worker, rank=rank)
+        self.reserve(tenants)
+
+    @rule(tenants=st.sampled_from([set(), {"a"}]))
     def reserve(self, tenants: set[str]) -> None:
         info = self.rig.core.model_worker("m")
         assert info is not None and info.id == "w0"
