@@ -359,10 +359,11 @@ async def test_two_routers_agree_without_talking(cluster: Cluster) -> None:
     await both_ready(b, "w0", "w1")
     w1.store(KEYS)
     w0.report(LoadReport(total_blocks=100, steps=1))
+    for router in (a, b):
+        await until("digests", router.digests, {"w0": (0, 0), "w1": w1.digest()})
     answer = await a.route(KEYS)
     w1.admit(answer.attempt_id, 321, KEYS)
     for router in (a, b):
-        await until("digests", router.digests, {"w0": (0, 0), "w1": w1.digest()})
         await until("queued", lambda r=router: queued(r), {"w0": 0, "w1": 1})  # type: ignore[misc]
     w1.finish(answer.attempt_id, 320)
     for router in (a, b):
