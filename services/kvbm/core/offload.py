@@ -6,8 +6,8 @@ is near eviction, in whole chains with the head first, and only if its worth, as
 learned it, isn't far below what is usual. While nothing new is stored the disk is idle, and the
 rest follows; with that, too, no more is written than if each new block were.
 
-On traces (benchmarks/kvbm/traces.py) 0.45 of the writes keep 0.95 of all hits where the
-disk itself has to choose, and 0.85 where it could hold nearly everything: whether a new prompt will
+On traces (benchmarks/kvbm/traces.py) half of the writes keep 0.95 to 0.98 of all hits where the
+disk itself has to choose, and 0.85 to 0.89 where it could hold nearly everything: whether a new prompt will
 return isn't known when it leaves memory for the first time.
 """
 
