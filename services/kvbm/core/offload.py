@@ -7,8 +7,8 @@ learned it, isn't far below what is usual. While nothing new is stored the disk 
 rest follows; with that, too, no more is written than if each new block were.
 
 On traces (benchmarks/kvbm/traces.py) half of the writes keep 0.95 to 0.98 of all hits where the
-disk itself has to choose, and 0.85 to 0.89 where it could hold nearly everything: whether a new prompt will
-return isn't known when it leaves memory for the first time.
+disk itself has to choose, and 0.85 to 0.89 where it could hold nearly everything: whether a new
+prompt will return isn't known when it leaves memory for the first time.
 """
 
 from __future__ import annotations
