@@ -42,6 +42,7 @@ class InstanceKind(StrEnum):
     ROUTER = "router"
     WORKER = "worker"
     KVBM = "kvbm"
+    PLANNER = "planner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +188,21 @@ _KINDS = {
     InstanceKind.ROUTER: pb.INSTANCE_KIND_ROUTER,
     InstanceKind.WORKER: pb.INSTANCE_KIND_WORKER,
     InstanceKind.KVBM: pb.INSTANCE_KIND_KVBM,
+    InstanceKind.PLANNER: pb.INSTANCE_KIND_PLANNER,
 }
 _KINDS_BACK = {v: k for k, v in _KINDS.items()}
 _ROLES = {Role.BOTH: pb.ROLE_BOTH, Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
-_ROLES_BACK = {v: k for k, v in _ROLES.items()}
+_ROLES_BACK: dict[int, Role] = {v: k for k, v in _ROLES.items()}
 
 
 def role_to_proto(role: Role) -> pb.Role.ValueType:
     """The wire form of a role."""
     return _ROLES[role]
+
+
+def role_from_proto(number: int) -> Role | None:
+    """The role of that number; None for one that this version doesn't know."""
+    return _ROLES_BACK.get(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +222,8 @@ class Instance:
     dp_size: int = 1
     kvbm: str = ""
     """Id of the kvbm daemon whose tiers a worker loads from."""
+    transfer: str = ""
+    """How others can take KV from it; empty: not at all."""
 
     def to_proto(self) -> pb.InstanceRecord:
         """The wire form."""
@@ -231,6 +240,7 @@ class Instance:
             draining=self.draining,
             dp_size=self.dp_size,
             kvbm=self.kvbm,
+            transfer=self.transfer,
         )
 
     @classmethod
@@ -251,4 +261,5 @@ class Instance:
             draining=m.draining,
             dp_size=m.dp_size or 1,
             kvbm=m.kvbm,
+            transfer=m.transfer,
         )

@@ -30,6 +30,7 @@ from services.common.events.model import (
     Tier,
     TierBlocks,
     TierRate,
+    TransferEnded,
 )
 from services.common.ids import AttemptId, BlockKey
 
@@ -163,12 +164,20 @@ def _admitted(e: RequestAdmitted) -> pb.RequestAdmitted:
         prompt_tokens=e.prompt_tokens,
         max_new_tokens=e.max_new_tokens,
         block_hashes=e.keys,
+        transfer_tokens=e.transfer_tokens,
+        prefill_only=e.prefill_only,
     )
 
 
 def _admitted_back(m: pb.RequestAdmitted, dp_rank: int) -> RequestAdmitted:
     return RequestAdmitted(
-        AttemptId(m.attempt_id), m.prompt_tokens, m.max_new_tokens, _keys(m.block_hashes), dp_rank
+        AttemptId(m.attempt_id),
+        m.prompt_tokens,
+        m.max_new_tokens,
+        _keys(m.block_hashes),
+        dp_rank,
+        m.transfer_tokens,
+        m.prefill_only,
     )
 
 
@@ -180,6 +189,7 @@ def _load(e: LoadReport) -> pb.LoadReport:
         used_blocks=e.used_blocks,
         total_blocks=e.total_blocks,
         steps=e.steps,
+        held_transfers=e.held_transfers,
     )
 
 
@@ -192,6 +202,7 @@ def _load_back(m: pb.LoadReport, dp_rank: int) -> LoadReport:
         total_blocks=m.total_blocks,
         steps=m.steps,
         dp_rank=dp_rank,
+        held_transfers=m.held_transfers,
     )
 
 
@@ -225,8 +236,23 @@ def _digest(e: BlocksDigest) -> pb.Event:
 
 
 def _first_token(e: RequestFirstToken) -> pb.Event:
-    body = pb.RequestFirstToken(attempt_id=e.attempt_id, cached_tokens=e.cached_tokens)
+    body = pb.RequestFirstToken(
+        attempt_id=e.attempt_id,
+        cached_tokens=e.cached_tokens,
+        transferred_tokens=e.transferred_tokens,
+    )
     return pb.Event(dp_rank=e.dp_rank, request_first_token=body)
+
+
+def _transfer_ended(e: TransferEnded) -> pb.Event:
+    body = pb.TransferEnded(
+        attempt_id=e.attempt_id,
+        source=e.source,
+        tokens=e.tokens,
+        bytes=e.bytes,
+        seconds=e.seconds,
+    )
+    return pb.Event(dp_rank=e.dp_rank, transfer_ended=body)
 
 
 def _finished(e: RequestFinished) -> pb.Event:
@@ -245,6 +271,7 @@ _ENCODERS: dict[type[Any], Callable[[Any], pb.Event]] = {
     BlocksCleared: _cleared,
     RequestAdmitted: lambda e: pb.Event(dp_rank=e.dp_rank, request_admitted=_admitted(e)),
     RequestFirstToken: _first_token,
+    TransferEnded: _transfer_ended,
     RequestFinished: _finished,
     LoadReport: lambda e: pb.Event(dp_rank=e.dp_rank, load=_load(e)),
     BlocksDigest: _digest,
@@ -283,7 +310,16 @@ def _digest_back(m: pb.Event) -> Event | None:
 
 def _first_token_back(m: pb.Event) -> Event:
     e = m.request_first_token
-    return RequestFirstToken(AttemptId(e.attempt_id), e.cached_tokens, m.dp_rank)
+    return RequestFirstToken(
+        AttemptId(e.attempt_id), e.cached_tokens, m.dp_rank, e.transferred_tokens
+    )
+
+
+def _transfer_ended_back(m: pb.Event) -> Event:
+    e = m.transfer_ended
+    return TransferEnded(
+        AttemptId(e.attempt_id), e.source, e.tokens, e.bytes, e.seconds, m.dp_rank
+    )
 
 
 def _finished_back(m: pb.Event) -> Event:
@@ -300,6 +336,7 @@ _DECODERS: dict[str, Callable[[pb.Event], Event | None]] = {
     "blocks_digest": _digest_back,
     "request_admitted": lambda m: _admitted_back(m.request_admitted, m.dp_rank),
     "request_first_token": _first_token_back,
+    "transfer_ended": _transfer_ended_back,
     "request_finished": _finished_back,
     "load": lambda m: _load_back(m.load, m.dp_rank),
     "tier_rate": lambda m: _rate_back(m.tier_rate, m.namespace),

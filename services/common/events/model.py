@@ -61,6 +61,10 @@ class RequestAdmitted:
     max_new_tokens: int
     keys: Sequence[BlockKey] = ()
     dp_rank: int = 0
+    transfer_tokens: int = 0
+    """Prompt tokens whose KV is to come from a prefill worker."""
+    prefill_only: bool = False
+    """It ends with its first token; its KV stays for a decode worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,20 @@ class RequestFirstToken:
 
     attempt_id: AttemptId
     cached_tokens: int
+    dp_rank: int = 0
+    transferred_tokens: int = 0
+    """Of the cached ones, those whose KV came from a prefill worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """KV came from another worker (`source`); 0 tokens: it did not, and they are computed."""
+
+    attempt_id: AttemptId
+    source: str
+    tokens: int
+    bytes: int
+    seconds: float
     dp_rank: int = 0
 
 
@@ -94,6 +112,8 @@ class LoadReport:
     total_blocks: int = 0
     steps: int = 0
     dp_rank: int = 0
+    held_transfers: int = 0
+    """Prefilled requests whose KV waits to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +148,7 @@ Event = (
     | BlocksCleared
     | RequestAdmitted
     | RequestFirstToken
+    | TransferEnded
     | RequestFinished
     | LoadReport
     | TierRate

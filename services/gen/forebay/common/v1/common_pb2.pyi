@@ -97,6 +97,8 @@ class _InstanceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Instance
     """A worker with one engine."""
     INSTANCE_KIND_KVBM: _InstanceKind.ValueType  # 4
     """A node's KV block manager."""
+    INSTANCE_KIND_PLANNER: _InstanceKind.ValueType  # 5
+    """A planner, which moves workers between roles."""
 
 class InstanceKind(_InstanceKind, metaclass=_InstanceKindEnumTypeWrapper):
     """What kind of process a discovery record speaks of."""
@@ -111,6 +113,8 @@ INSTANCE_KIND_WORKER: InstanceKind.ValueType  # 3
 """A worker with one engine."""
 INSTANCE_KIND_KVBM: InstanceKind.ValueType  # 4
 """A node's KV block manager."""
+INSTANCE_KIND_PLANNER: InstanceKind.ValueType  # 5
+"""A planner, which moves workers between roles."""
 Global___InstanceKind: _TypeAlias = InstanceKind  # noqa: Y015
 
 @_typing.final
@@ -426,6 +430,7 @@ class InstanceRecord(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     DP_SIZE_FIELD_NUMBER: _builtins.int
     KVBM_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stable name, unique within its kind in the cluster."""
     kind: Global___InstanceKind.ValueType
@@ -446,6 +451,11 @@ class InstanceRecord(_message.Message):
     """Number of data-parallel ranks; 1 without data parallelism."""
     kvbm: _builtins.str
     """Id of the kvbm daemon whose tiers the worker loads from; empty: none. Workers only."""
+    transfer: _builtins.str
+    """How others can take KV from it ("nixl"); empty: not at all. Of workers, those that name the same way
+    and namespace can be paired, one to prefill and one to decode; of kvbm daemons, those can fetch
+    blocks from each other.
+    """
     @_builtins.property
     def card(self) -> Global___ModelCard:
         """The model it serves; workers only."""
@@ -469,10 +479,11 @@ class InstanceRecord(_message.Message):
         draining: _builtins.bool = ...,
         dp_size: _builtins.int = ...,
         kvbm: _builtins.str = ...,
+        transfer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "dp_size", b"dp_size", "draining", b"draining", "events_address", b"events_address", "id", b"id", "incarnation", b"incarnation", "kind", b"kind", "kvbm", b"kvbm", "labels", b"labels", "metrics_address", b"metrics_address", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "dp_size", b"dp_size", "draining", b"draining", "events_address", b"events_address", "id", b"id", "incarnation", b"incarnation", "kind", b"kind", "kvbm", b"kvbm", "labels", b"labels", "metrics_address", b"metrics_address", "role", b"role", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from forebay.common.v1 import common_pb2 as forebay_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66orebay/events/v1/events.proto\x12\x11\x66orebay.events.v1\x1a\x1e\x66orebay/common/v1/common.proto\"\x84\x01\n\x08\x45nvelope\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x14\n\x0ctime_unix_us\x18\x04 \x01(\x03\x12(\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x18.forebay.events.v1.Event\"\xc5\x04\n\x05\x45vent\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x38\n\rblocks_stored\x18\x02 \x01(\x0b\x32\x1f.forebay.events.v1.BlocksStoredH\x00\x12:\n\x0e\x62locks_removed\x18\x03 \x01(\x0b\x32 .forebay.events.v1.BlocksRemovedH\x00\x12:\n\x0e\x62locks_cleared\x18\x04 \x01(\x0b\x32 .forebay.events.v1.BlocksClearedH\x00\x12>\n\x10request_admitted\x18\x05 \x01(\x0b\x32\".forebay.events.v1.RequestAdmittedH\x00\x12\x43\n\x13request_first_token\x18\x06 \x01(\x0b\x32$.forebay.events.v1.RequestFirstTokenH\x00\x12>\n\x10request_finished\x18\x07 \x01(\x0b\x32\".forebay.events.v1.RequestFinishedH\x00\x12-\n\x04load\x18\x08 \x01(\x0b\x32\x1d.forebay.events.v1.LoadReportH\x00\x12\x30\n\ttier_rate\x18\n \x01(\x0b\x32\x1b.forebay.events.v1.TierRateH\x00\x12\x38\n\rblocks_digest\x18\x0b \x01(\x0b\x32\x1f.forebay.events.v1.BlocksDigestH\x00\x12\x11\n\tnamespace\x18\t \x01(\x0c\x42\x06\n\x04kind\"K\n\x0c\x42locksStored\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\"L\n\rBlocksRemoved\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\"6\n\rBlocksCleared\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\"R\n\x0c\x42locksDigest\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x0b\n\x03xor\x18\x03 \x01(\x06\"j\n\x0fRequestAdmitted\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x06\">\n\x11RequestFirstToken\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"d\n\x0fRequestFinished\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x62orted\x18\x04 \x01(\x08\"\x9a\x01\n\nLoadReport\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bused_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\"U\n\x08TierRate\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\x12\x11\n\tlatency_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x62lock_s\x18\x03 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66orebay/events/v1/events.proto\x12\x11\x66orebay.events.v1\x1a\x1e\x66orebay/common/v1/common.proto\"\x84\x01\n\x08\x45nvelope\x12\x11\n\tpublisher\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x14\n\x0ctime_unix_us\x18\x04 \x01(\x03\x12(\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x18.forebay.events.v1.Event\"\x81\x05\n\x05\x45vent\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x38\n\rblocks_stored\x18\x02 \x01(\x0b\x32\x1f.forebay.events.v1.BlocksStoredH\x00\x12:\n\x0e\x62locks_removed\x18\x03 \x01(\x0b\x32 .forebay.events.v1.BlocksRemovedH\x00\x12:\n\x0e\x62locks_cleared\x18\x04 \x01(\x0b\x32 .forebay.events.v1.BlocksClearedH\x00\x12>\n\x10request_admitted\x18\x05 \x01(\x0b\x32\".forebay.events.v1.RequestAdmittedH\x00\x12\x43\n\x13request_first_token\x18\x06 \x01(\x0b\x32$.forebay.events.v1.RequestFirstTokenH\x00\x12>\n\x10request_finished\x18\x07 \x01(\x0b\x32\".forebay.events.v1.RequestFinishedH\x00\x12-\n\x04load\x18\x08 \x01(\x0b\x32\x1d.forebay.events.v1.LoadReportH\x00\x12\x30\n\ttier_rate\x18\n \x01(\x0b\x32\x1b.forebay.events.v1.TierRateH\x00\x12\x38\n\rblocks_digest\x18\x0b \x01(\x0b\x32\x1f.forebay.events.v1.BlocksDigestH\x00\x12:\n\x0etransfer_ended\x18\x0c \x01(\x0b\x32 .forebay.events.v1.TransferEndedH\x00\x12\x11\n\tnamespace\x18\t \x01(\x0c\x42\x06\n\x04kind\"K\n\x0c\x42locksStored\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\"L\n\rBlocksRemoved\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\"6\n\rBlocksCleared\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\"R\n\x0c\x42locksDigest\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x0b\n\x03xor\x18\x03 \x01(\x06\"\x99\x01\n\x0fRequestAdmitted\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x06\x12\x17\n\x0ftransfer_tokens\x18\x05 \x01(\r\x12\x14\n\x0cprefill_only\x18\x06 \x01(\x08\"Z\n\x11RequestFirstToken\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x1a\n\x12transferred_tokens\x18\x03 \x01(\r\"c\n\rTransferEnded\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\"d\n\x0fRequestFinished\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x62orted\x18\x04 \x01(\x08\"\xb2\x01\n\nLoadReport\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bused_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x16\n\x0eheld_transfers\x18\x07 \x01(\r\"U\n\x08TierRate\x12%\n\x04tier\x18\x01 \x01(\x0e\x32\x17.forebay.common.v1.Tier\x12\x11\n\tlatency_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x62lock_s\x18\x03 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,23 +35,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENVELOPE']._serialized_start=86
   _globals['_ENVELOPE']._serialized_end=218
   _globals['_EVENT']._serialized_start=221
-  _globals['_EVENT']._serialized_end=802
-  _globals['_BLOCKSSTORED']._serialized_start=804
-  _globals['_BLOCKSSTORED']._serialized_end=879
-  _globals['_BLOCKSREMOVED']._serialized_start=881
-  _globals['_BLOCKSREMOVED']._serialized_end=957
-  _globals['_BLOCKSCLEARED']._serialized_start=959
-  _globals['_BLOCKSCLEARED']._serialized_end=1013
-  _globals['_BLOCKSDIGEST']._serialized_start=1015
-  _globals['_BLOCKSDIGEST']._serialized_end=1097
-  _globals['_REQUESTADMITTED']._serialized_start=1099
-  _globals['_REQUESTADMITTED']._serialized_end=1205
-  _globals['_REQUESTFIRSTTOKEN']._serialized_start=1207
-  _globals['_REQUESTFIRSTTOKEN']._serialized_end=1269
-  _globals['_REQUESTFINISHED']._serialized_start=1271
-  _globals['_REQUESTFINISHED']._serialized_end=1371
-  _globals['_LOADREPORT']._serialized_start=1374
-  _globals['_LOADREPORT']._serialized_end=1528
-  _globals['_TIERRATE']._serialized_start=1530
-  _globals['_TIERRATE']._serialized_end=1615
+  _globals['_EVENT']._serialized_end=862
+  _globals['_BLOCKSSTORED']._serialized_start=864
+  _globals['_BLOCKSSTORED']._serialized_end=939
+  _globals['_BLOCKSREMOVED']._serialized_start=941
+  _globals['_BLOCKSREMOVED']._serialized_end=1017
+  _globals['_BLOCKSCLEARED']._serialized_start=1019
+  _globals['_BLOCKSCLEARED']._serialized_end=1073
+  _globals['_BLOCKSDIGEST']._serialized_start=1075
+  _globals['_BLOCKSDIGEST']._serialized_end=1157
+  _globals['_REQUESTADMITTED']._serialized_start=1160
+  _globals['_REQUESTADMITTED']._serialized_end=1313
+  _globals['_REQUESTFIRSTTOKEN']._serialized_start=1315
+  _globals['_REQUESTFIRSTTOKEN']._serialized_end=1405
+  _globals['_TRANSFERENDED']._serialized_start=1407
+  _globals['_TRANSFERENDED']._serialized_end=1506
+  _globals['_REQUESTFINISHED']._serialized_start=1508
+  _globals['_REQUESTFINISHED']._serialized_end=1608
+  _globals['_LOADREPORT']._serialized_start=1611
+  _globals['_LOADREPORT']._serialized_end=1789
+  _globals['_TIERRATE']._serialized_start=1791
+  _globals['_TIERRATE']._serialized_end=1876
 # @@protoc_insertion_point(module_scope)

@@ -86,6 +86,7 @@ class Event(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     TIER_RATE_FIELD_NUMBER: _builtins.int
     BLOCKS_DIGEST_FIELD_NUMBER: _builtins.int
+    TRANSFER_ENDED_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """Data-parallel rank it happened on."""
@@ -130,6 +131,10 @@ class Event(_message.Message):
     def blocks_digest(self) -> Global___BlocksDigest:
         """What the publisher holds at this point of its stream, condensed: receivers compare."""
 
+    @_builtins.property
+    def transfer_ended(self) -> Global___TransferEnded:
+        """A transfer of KV between workers is over; told by the one that received it."""
+
     def __init__(
         self,
         *,
@@ -143,13 +148,14 @@ class Event(_message.Message):
         load: Global___LoadReport | None = ...,
         tier_rate: Global___TierRate | None = ...,
         blocks_digest: Global___BlocksDigest | None = ...,
+        transfer_ended: Global___TransferEnded | None = ...,
         namespace: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_digest", b"blocks_digest", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "kind", b"kind", "load", b"load", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_digest", b"blocks_digest", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "kind", b"kind", "load", b"load", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate", "transfer_ended", b"transfer_ended"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_digest", b"blocks_digest", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "dp_rank", b"dp_rank", "kind", b"kind", "load", b"load", "namespace", b"namespace", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared", "blocks_digest", b"blocks_digest", "blocks_removed", b"blocks_removed", "blocks_stored", b"blocks_stored", "dp_rank", b"dp_rank", "kind", b"kind", "load", b"load", "namespace", b"namespace", "request_admitted", b"request_admitted", "request_finished", b"request_finished", "request_first_token", b"request_first_token", "tier_rate", b"tier_rate", "transfer_ended", b"transfer_ended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["blocks_stored", "blocks_removed", "blocks_cleared", "request_admitted", "request_first_token", "request_finished", "load", "tier_rate", "blocks_digest"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["blocks_stored", "blocks_removed", "blocks_cleared", "request_admitted", "request_first_token", "request_finished", "load", "tier_rate", "blocks_digest", "transfer_ended"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -277,12 +283,18 @@ class RequestAdmitted(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    TRANSFER_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_ONLY_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Attempt id that the router issued with the placement."""
     prompt_tokens: _builtins.int
     """Prompt and prior output, in tokens."""
     max_new_tokens: _builtins.int
     """Most new tokens it may produce."""
+    transfer_tokens: _builtins.int
+    """Prompt tokens whose KV is to come from a prefill worker instead of being computed; 0: none."""
+    prefill_only: _builtins.bool
+    """True on a prefill leg: it ends with its first token, and its KV stays for a decode worker."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Low 64 bits of the hashes of the prompt's full blocks, so that routers see prefixes that are being
@@ -296,10 +308,12 @@ class RequestAdmitted(_message.Message):
         prompt_tokens: _builtins.int = ...,
         max_new_tokens: _builtins.int = ...,
         block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        transfer_tokens: _builtins.int = ...,
+        prefill_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "max_new_tokens", b"max_new_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "max_new_tokens", b"max_new_tokens", "prefill_only", b"prefill_only", "prompt_tokens", b"prompt_tokens", "transfer_tokens", b"transfer_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -313,23 +327,65 @@ class RequestFirstToken(_message.Message):
 
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Attempt id of the request."""
     cached_tokens: _builtins.int
     """Prompt tokens that were not computed, as the engine's scheduler counted them."""
+    transferred_tokens: _builtins.int
+    """Of these, tokens whose KV came from a prefill worker. Less than was announced: that failed."""
     def __init__(
         self,
         *,
         attempt_id: _builtins.str = ...,
         cached_tokens: _builtins.int = ...,
+        transferred_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_tokens", b"cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_tokens", b"cached_tokens", "transferred_tokens", b"transferred_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestFirstToken: _TypeAlias = RequestFirstToken  # noqa: Y015
+
+@_typing.final
+class TransferEnded(_message.Message):
+    """KV came from a prefill worker, or did not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    """Attempt id of the request that waited for it."""
+    source: _builtins.str
+    """Worker that it came from."""
+    tokens: _builtins.int
+    """Prompt tokens whose KV arrived and was found right; 0: it failed, and they are computed."""
+    bytes: _builtins.int
+    """Bytes that arrived."""
+    seconds: _builtins.float
+    """Seconds from the first read to the last check."""
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+        source: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "bytes", b"bytes", "seconds", b"seconds", "source", b"source", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferEnded: _TypeAlias = TransferEnded  # noqa: Y015
 
 @_typing.final
 class RequestFinished(_message.Message):
@@ -377,6 +433,7 @@ class LoadReport(_message.Message):
     USED_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    HELD_TRANSFERS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests in the running batch."""
     waiting_requests: _builtins.int
@@ -389,6 +446,8 @@ class LoadReport(_message.Message):
     """KV blocks in all."""
     steps: _builtins.int
     """Steps done since start."""
+    held_transfers: _builtins.int
+    """Prefilled requests whose KV waits to be taken by a decode worker."""
     def __init__(
         self,
         *,
@@ -398,10 +457,11 @@ class LoadReport(_message.Message):
         used_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         steps: _builtins.int = ...,
+        held_transfers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pending_prefill_tokens", b"pending_prefill_tokens", "running_requests", b"running_requests", "steps", b"steps", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_transfers", b"held_transfers", "pending_prefill_tokens", b"pending_prefill_tokens", "running_requests", b"running_requests", "steps", b"steps", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,6 +98,7 @@ class RouteRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     ADMITTED_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-visible request id, for logs; set by the gateway. May be empty."""
     model: _builtins.str
@@ -138,6 +139,8 @@ class RouteRequest(_message.Message):
     """
     admitted: _builtins.bool
     """True if it was placed before and its worker failed it: it is placed at once, whatever the wait."""
+    whole: _builtins.bool
+    """True: one worker shall do all of it, prefill and decode."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Low 64 bits of the hashes of the prompt's full blocks, in chain order. Set by gateways."""
@@ -177,10 +180,11 @@ class RouteRequest(_message.Message):
         session_id: _builtins.str = ...,
         deadline_ms: _builtins.int = ...,
         admitted: _builtins.bool = ...,
+        whole: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank", "pinned_rank", b"pinned_rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank", "admitted", b"admitted", "block_hashes", b"block_hashes", "block_size_tokens", b"block_size_tokens", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "excluded_workers", b"excluded_workers", "expected_output_tokens", b"expected_output_tokens", "model", b"model", "pinned_rank", b"pinned_rank", "pinned_worker", b"pinned_worker", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "required_labels", b"required_labels", "sequences", b"sequences", "session_id", b"session_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank", "admitted", b"admitted", "block_hashes", b"block_hashes", "block_size_tokens", b"block_size_tokens", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "excluded_workers", b"excluded_workers", "expected_output_tokens", b"expected_output_tokens", "model", b"model", "pinned_rank", b"pinned_rank", "pinned_worker", b"pinned_worker", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "required_labels", b"required_labels", "sequences", b"sequences", "session_id", b"session_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_rank: _TypeAlias = _typing.Literal["pinned_rank"]  # noqa: Y015
     _WhichOneofArgType__pinned_rank: _TypeAlias = _typing.Literal["_pinned_rank", b"_pinned_rank"]  # noqa: Y015
@@ -202,6 +206,8 @@ class RouteResponse(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
+    PREFILL_ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    PREDICTED_PREFILL_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Issued by the router, unique; sent on to the worker."""
     address: _builtins.str
@@ -214,6 +220,10 @@ class RouteResponse(_message.Message):
     """Policy that decided."""
     prefill_address: _builtins.str
     """gRPC address of the prefill worker, host:port; empty without one."""
+    prefill_attempt_id: _builtins.str
+    """Names the prefill leg in its worker's events; empty without one."""
+    predicted_prefill_cached_tokens: _builtins.int
+    """Prompt tokens that the router expects to be served from the prefill worker's caches."""
     @_builtins.property
     def worker(self) -> _common_pb2.Holder:
         """Worker that shall run the request."""
@@ -233,10 +243,12 @@ class RouteResponse(_message.Message):
         policy: _builtins.str = ...,
         prefill_worker: _common_pb2.Holder | None = ...,
         prefill_address: _builtins.str = ...,
+        prefill_attempt_id: _builtins.str = ...,
+        predicted_prefill_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_worker", b"prefill_worker", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt_id", b"attempt_id", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_address", b"prefill_address", "prefill_worker", b"prefill_worker", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt_id", b"attempt_id", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_prefill_cached_tokens", b"predicted_prefill_cached_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_address", b"prefill_address", "prefill_attempt_id", b"prefill_attempt_id", "prefill_worker", b"prefill_worker", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -487,6 +499,7 @@ class CandidateScore(_message.Message):
     CHOSEN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ELIGIBLE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     g1_tokens: _builtins.int
     """Prompt tokens usable from G1, then from G2, G3 and G4 beyond that, contiguous from the start."""
     g2_tokens: _builtins.int
@@ -517,6 +530,8 @@ class CandidateScore(_message.Message):
     """Why it lost or was not eligible, for people; empty for the chosen one."""
     eligible: _builtins.bool
     """False when it was not in choice at all (other model, suspect, draining, excluded)."""
+    role: _common_pb2.Role.ValueType
+    """Its routing label."""
     @_builtins.property
     def worker(self) -> _common_pb2.Holder:
         """The worker."""
@@ -540,14 +555,73 @@ class CandidateScore(_message.Message):
         chosen: _builtins.bool = ...,
         reason: _builtins.str = ...,
         eligible: _builtins.bool = ...,
+        role: _common_pb2.Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "chosen", b"chosen", "eligible", b"eligible", "g1_tokens", b"g1_tokens", "g2_tokens", b"g2_tokens", "g3_tokens", b"g3_tokens", "g4_tokens", b"g4_tokens", "imposed_s", b"imposed_s", "onboard_s", b"onboard_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "queued_prefill_tokens", b"queued_prefill_tokens", "reason", b"reason", "score_s", b"score_s", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "chosen", b"chosen", "eligible", b"eligible", "g1_tokens", b"g1_tokens", "g2_tokens", b"g2_tokens", "g3_tokens", b"g3_tokens", "g4_tokens", b"g4_tokens", "imposed_s", b"imposed_s", "onboard_s", b"onboard_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "queued_prefill_tokens", b"queued_prefill_tokens", "reason", b"reason", "role", b"role", "score_s", b"score_s", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CandidateScore: _TypeAlias = CandidateScore  # noqa: Y015
+
+@_typing.final
+class PathScore(_message.Message):
+    """One way to serve a request: on one worker, or prefilled by another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
+    STALL_S_FIELD_NUMBER: _builtins.int
+    SCORE_S_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    queue_s: _builtins.float
+    """Predicted seconds until the prefill begins."""
+    prefill_s: _builtins.float
+    """Predicted seconds of the prefill, with what comes up from lower tiers."""
+    transfer_s: _builtins.float
+    """Predicted seconds for the KV to get from one worker to the other; 0 on one worker."""
+    stall_s: _builtins.float
+    """Seconds by which the prefill holds up the tokens of others, summed over the decodes that run there."""
+    score_s: _builtins.float
+    """Total by which the two are compared; lower is better."""
+    chosen: _builtins.bool
+    """True for the one that would be taken."""
+    reason: _builtins.str
+    """Why there is no such way, or why it lost, for people; empty for the chosen one."""
+    @_builtins.property
+    def worker(self) -> _common_pb2.Holder:
+        """Worker that decodes."""
+
+    @_builtins.property
+    def prefill_worker(self) -> _common_pb2.Holder:
+        """Worker that prefills; absent: the same."""
+
+    def __init__(
+        self,
+        *,
+        worker: _common_pb2.Holder | None = ...,
+        prefill_worker: _common_pb2.Holder | None = ...,
+        queue_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        transfer_s: _builtins.float = ...,
+        stall_s: _builtins.float = ...,
+        score_s: _builtins.float = ...,
+        chosen: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_worker", b"prefill_worker", "worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "prefill_s", b"prefill_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "reason", b"reason", "score_s", b"score_s", "stall_s", b"stall_s", "transfer_s", b"transfer_s", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PathScore: _TypeAlias = PathScore  # noqa: Y015
 
 @_typing.final
 class ExplainResponse(_message.Message):
@@ -563,6 +637,8 @@ class ExplainResponse(_message.Message):
     MAX_WAIT_S_FIELD_NUMBER: _builtins.int
     WOULD_WAIT_FIELD_NUMBER: _builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    APART_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Policy that decided."""
     prompt_blocks: _builtins.int
@@ -583,6 +659,14 @@ class ExplainResponse(_message.Message):
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateScore]:
         """All workers that this router knows, best first."""
 
+    @_builtins.property
+    def whole(self) -> Global___PathScore:
+        """All of it on one worker."""
+
+    @_builtins.property
+    def apart(self) -> Global___PathScore:
+        """Prefill and decode apart; absent where no worker has the role of prefill."""
+
     def __init__(
         self,
         *,
@@ -594,10 +678,12 @@ class ExplainResponse(_message.Message):
         max_wait_s: _builtins.float = ...,
         would_wait: _builtins.bool = ...,
         waiting_requests: _builtins.int = ...,
+        whole: Global___PathScore | None = ...,
+        apart: Global___PathScore | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["apart", b"apart", "whole", b"whole"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "max_wait_s", b"max_wait_s", "policy", b"policy", "predicted_wait_s", b"predicted_wait_s", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "waiting_requests", b"waiting_requests", "would_wait", b"would_wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apart", b"apart", "candidates", b"candidates", "max_wait_s", b"max_wait_s", "policy", b"policy", "predicted_wait_s", b"predicted_wait_s", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "waiting_requests", b"waiting_requests", "whole", b"whole", "would_wait", b"would_wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -644,6 +730,8 @@ class WorkerView(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PENDING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     KVBM_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    HELD_TRANSFERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model it serves."""
     address: _builtins.str
@@ -678,6 +766,10 @@ class WorkerView(_message.Message):
     """Prompt tokens queued there that are still to be computed."""
     kvbm: _builtins.str
     """Id of the kvbm daemon whose tiers it loads from; empty: none."""
+    transfer: _builtins.str
+    """How others can take KV from it; empty: not at all."""
+    held_transfers: _builtins.int
+    """Prefilled requests whose KV waits there to be taken, as last reported."""
     @_builtins.property
     def worker(self) -> _common_pb2.Holder:
         """Who it is."""
@@ -703,10 +795,12 @@ class WorkerView(_message.Message):
         cached_tokens: _builtins.int = ...,
         pending_prefill_tokens: _builtins.int = ...,
         kvbm: _builtins.str = ...,
+        transfer: _builtins.str = ...,
+        held_transfers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_requests", b"booked_requests", "cached_tokens", b"cached_tokens", "indexed_blocks", b"indexed_blocks", "kvbm", b"kvbm", "model", b"model", "pending_prefill_tokens", b"pending_prefill_tokens", "placements", b"placements", "prompt_tokens", b"prompt_tokens", "role", b"role", "running_requests", b"running_requests", "sequence", b"sequence", "silence_s", b"silence_s", "state", b"state", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_requests", b"booked_requests", "cached_tokens", b"cached_tokens", "held_transfers", b"held_transfers", "indexed_blocks", b"indexed_blocks", "kvbm", b"kvbm", "model", b"model", "pending_prefill_tokens", b"pending_prefill_tokens", "placements", b"placements", "prompt_tokens", b"prompt_tokens", "role", b"role", "running_requests", b"running_requests", "sequence", b"sequence", "silence_s", b"silence_s", "state", b"state", "total_blocks", b"total_blocks", "transfer", b"transfer", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

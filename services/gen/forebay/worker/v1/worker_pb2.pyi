@@ -259,7 +259,9 @@ class GenerateRequest(_message.Message):
     client_request_id: _builtins.str
     """Client-visible request id, for logs."""
     prefill_only: _builtins.bool
-    """True on a prefill leg: the worker keeps the KV for a decode worker and returns a handle."""
+    """True on a prefill leg: the worker computes the prompt and one token, whatever `sampling` says,
+    keeps the KV for a decode worker and returns a handle with the last delta.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. Required, at least one token."""
@@ -312,7 +314,10 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class TransferHandle(_message.Message):
-    """Names KV that another worker computed and holds for us."""
+    """Names KV that another worker computed and holds for us. A handle that the receiver can't use (another
+    namespace or way, another prompt, expired) is as good as none: it computes the prompt, and says so in
+    its metrics.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -320,12 +325,23 @@ class TransferHandle(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     ENGINE_PARAMS_FIELD_NUMBER: _builtins.int
     EXPIRES_MS_FIELD_NUMBER: _builtins.int
+    WAY_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
-    """Namespace of the bytes, 32 bytes; refused when it differs from ours."""
+    """Namespace of the bytes, 32 bytes; not used when it differs from ours."""
     engine_params: _builtins.bytes
     """Engine's own parameters, opaque; passed through unchanged."""
     expires_ms: _builtins.int
-    """Milliseconds from issue after which the source may drop it."""
+    """Milliseconds from issue after which the source may drop it; it keeps it longer while the receiver
+    is heard.
+    """
+    way: _builtins.str
+    """How it is taken ("nixl"), as in the source's record."""
+    tokens: _builtins.int
+    """Tokens of the prompt (with prior output) that it holds."""
+    request_id: _builtins.str
+    """The source's request id, to release it."""
     @_builtins.property
     def source(self) -> _common_pb2.Holder:
         """Worker that holds it."""
@@ -337,10 +353,13 @@ class TransferHandle(_message.Message):
         namespace: _builtins.bytes = ...,
         engine_params: _builtins.bytes = ...,
         expires_ms: _builtins.int = ...,
+        way: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_params", b"engine_params", "expires_ms", b"expires_ms", "namespace", b"namespace", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_params", b"engine_params", "expires_ms", b"expires_ms", "namespace", b"namespace", "request_id", b"request_id", "source", b"source", "tokens", b"tokens", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,6 +374,7 @@ class SessionRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     GENERATE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___SessionOpen:
         """Names the gateway; first on the stream."""
@@ -367,18 +387,23 @@ class SessionRequest(_message.Message):
     def abort(self) -> Global___AbortRequest:
         """End a request; answered by its last delta, with FINISH_REASON_ABORT, unless it ended before."""
 
+    @_builtins.property
+    def release(self) -> Global___ReleaseTransfer:
+        """Let go of KV that no decode worker will take. Not answered."""
+
     def __init__(
         self,
         *,
         open: Global___SessionOpen | None = ...,
         generate: Global___GenerateRequest | None = ...,
         abort: Global___AbortRequest | None = ...,
+        release: Global___ReleaseTransfer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "generate", b"generate", "kind", b"kind", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "generate", b"generate", "kind", b"kind", "open", b"open", "release", b"release"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "generate", b"generate", "kind", b"kind", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "generate", b"generate", "kind", b"kind", "open", b"open", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "generate", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "generate", "abort", "release"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -433,6 +458,28 @@ class AbortRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseTransfer(_message.Message):
+    """Lets go of the KV of a prefill leg that has ended. Only for handles that no worker was given."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The prefill leg."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseTransfer: _TypeAlias = ReleaseTransfer  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
@@ -519,6 +566,7 @@ class RequestDelta(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     finish_reason: Global___FinishReason.ValueType
@@ -529,6 +577,8 @@ class RequestDelta(_message.Message):
     """With the first tokens: prompt tokens not computed, as the engine's scheduler counted them
     (engine-local plus external minus failed loads).
     """
+    transferred_tokens: _builtins.int
+    """With cached_tokens: how many of them came from the prefill worker that the request named."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens, in order; an end id is included when it was produced."""
@@ -561,10 +611,11 @@ class RequestDelta(_message.Message):
         error: Global___RequestError | None = ...,
         transfer: Global___TransferHandle | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
+        transferred_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "error", b"error", "stop_token_id", b"stop_token_id", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "transfer", b"transfer", "transferred_tokens", b"transferred_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
@@ -935,17 +986,65 @@ class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REMAINING_REQUESTS_FIELD_NUMBER: _builtins.int
+    REMAINING_TRANSFERS_FIELD_NUMBER: _builtins.int
     remaining_requests: _builtins.int
     """Requests still running."""
+    remaining_transfers: _builtins.int
+    """Prefilled requests whose KV nobody has taken yet."""
     def __init__(
         self,
         *,
         remaining_requests: _builtins.int = ...,
+        remaining_transfers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining_requests", b"remaining_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining_requests", b"remaining_requests", "remaining_transfers", b"remaining_transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    """Changes the role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.Role.ValueType
+    """The new one; required."""
+    def __init__(
+        self,
+        *,
+        role: _common_pb2.Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleResponse(_message.Message):
+    """The role was changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    previous: _common_pb2.Role.ValueType
+    """The one before."""
+    def __init__(
+        self,
+        *,
+        previous: _common_pb2.Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015

@@ -70,6 +70,11 @@ class WorkerServiceStub:
                 request_serializer=forebay_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=forebay_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/forebay.worker.v1.WorkerService/SetRole',
+                request_serializer=forebay_dot_worker_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=forebay_dot_worker_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -132,8 +137,18 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes nothing new, finishes what runs. Answers when the last request is done or the call's
-        deadline is near; the worker then stays up, not serving. Codes: none of its own. Idempotent.
+        """Takes nothing new, finishes what runs, and waits until decode workers have taken the KV that it
+        holds for them, or their time is over. Answers when that is so or the call's deadline is near; the
+        worker then stays up, not serving. Codes: none of its own. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Changes the routing label. What runs goes on; routers follow when they see the new record.
+        Codes: INVALID_ARGUMENT (role), FAILED_PRECONDITION (NO_TRANSFER: its engine can't hand KV to
+        others, so it can be nothing but both), UNAVAILABLE. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,6 +191,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=forebay_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=forebay_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=forebay_dot_worker_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=forebay_dot_worker_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -368,6 +388,33 @@ class WorkerService:
             '/forebay.worker.v1.WorkerService/Drain',
             forebay_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             forebay_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.worker.v1.WorkerService/SetRole',
+            forebay_dot_worker_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            forebay_dot_worker_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

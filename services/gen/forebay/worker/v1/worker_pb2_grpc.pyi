@@ -64,8 +64,14 @@ class WorkerServiceStub:
     FAILED_PRECONDITION (CACHE_IN_USE: requests are running, nothing was reset). Idempotent.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Takes nothing new, finishes what runs. Answers when the last request is done or the call's
-    deadline is near; the worker then stays up, not serving. Codes: none of its own. Idempotent.
+    """Takes nothing new, finishes what runs, and waits until decode workers have taken the KV that it
+    holds for them, or their time is over. Answers when that is so or the call's deadline is near; the
+    worker then stays up, not serving. Codes: none of its own. Idempotent.
+    """
+    SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
+    """Changes the routing label. What runs goes on; routers follow when they see the new record.
+    Codes: INVALID_ARGUMENT (role), FAILED_PRECONDITION (NO_TRANSFER: its engine can't hand KV to
+    others, so it can be nothing but both), UNAVAILABLE. Idempotent.
     """
 
 @_typing.type_check_only
@@ -104,8 +110,14 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     FAILED_PRECONDITION (CACHE_IN_USE: requests are running, nothing was reset). Idempotent.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Takes nothing new, finishes what runs. Answers when the last request is done or the call's
-    deadline is near; the worker then stays up, not serving. Codes: none of its own. Idempotent.
+    """Takes nothing new, finishes what runs, and waits until decode workers have taken the KV that it
+    holds for them, or their time is over. Answers when that is so or the call's deadline is near; the
+    worker then stays up, not serving. Codes: none of its own. Idempotent.
+    """
+    SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Changes the routing label. What runs goes on; routers follow when they see the new record.
+    Codes: INVALID_ARGUMENT (role), FAILED_PRECONDITION (NO_TRANSFER: its engine can't hand KV to
+    others, so it can be nothing but both), UNAVAILABLE. Idempotent.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -183,8 +195,20 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Takes nothing new, finishes what runs. Answers when the last request is done or the call's
-        deadline is near; the worker then stays up, not serving. Codes: none of its own. Idempotent.
+        """Takes nothing new, finishes what runs, and waits until decode workers have taken the KV that it
+        holds for them, or their time is over. Answers when that is so or the call's deadline is near; the
+        worker then stays up, not serving. Codes: none of its own. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _worker_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
+        """Changes the routing label. What runs goes on; routers follow when they see the new record.
+        Codes: INVALID_ARGUMENT (role), FAILED_PRECONDITION (NO_TRANSFER: its engine can't hand KV to
+        others, so it can be nothing but both), UNAVAILABLE. Idempotent.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
