@@ -27,6 +27,10 @@ class EngineRequest:
     """What a look-up in lower tiers found, for the engine's connector; None: nobody looked."""
     block_hashes: Sequence[bytes] | None = None
     """Of the full blocks of `token_ids`, when they are known; None: the engine makes them."""
+    prefill_only: bool = False
+    """It ends with its first token, and its KV stays to be taken by another engine."""
+    transfer: Mapping[str, Any] | None = None
+    """What another engine's prefill of these tokens gave out (`Output.transfer`), to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,10 @@ class Output:
     cached_tokens: int | None = None
     queued_s: float | None = None
     error: str = ""
+    transfer: Mapping[str, Any] | None = None
+    """With the end of a prefill: the engine's own parameters for who takes the KV."""
+    transferred_tokens: int = 0
+    """With `cached_tokens`: those of them whose KV another engine computed for this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,19 @@ class EngineLoad:
     used_blocks: int
     pending_prefill_tokens: int | None = None
     dp_rank: int = 0
+    held_transfers: int = 0
+    """Finished prefills whose KV waits to be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferNews:
+    """How the transfer to one request went; 0 tokens: it failed (`why`), and they are computed."""
+
+    id: str
+    tokens: int
+    bytes: int
+    seconds: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +100,7 @@ class Step:
     blocks: tuple[BlockChange, ...] = ()
     loads: tuple[EngineLoad, ...] = ()
     tiers: TierNews | None = None
+    transfers: tuple[TransferNews, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +125,8 @@ class EngineProfile:
     dp_size: int = 1
     simulated: bool = False
     """It has no weights, and its text is no model's."""
+    transfer: str = ""
+    """How other engines can take its KV, and it theirs; empty: not at all."""
 
 
 class EngineDead(Exception):
@@ -138,6 +162,10 @@ class Engine(Protocol):
 
     def poke(self) -> None:
         """Lets it do what waits beside requests (its connector's news) though it is idle."""
+        ...
+
+    def release_transfer(self, id: str) -> None:
+        """Nobody will take the KV of this prefill. Does nothing when that isn't held (any more)."""
         ...
 
     async def reset_cache(self) -> bool:
