@@ -156,7 +156,7 @@ async def test_the_prefill_worker_starts_anew_in_its_place(pairs: Pairs) -> None
 
 
 async def test_the_prefill_worker_is_stopped_and_goes_on(pairs: Pairs) -> None:
-    """The read's deadline passes, its agent goes, the prompt is computed; later all is as before."""
+    """Past the read's deadline its agent goes, the prompt is computed; later all is as before."""
     await pairs.apart(P, D, prompt(800, 100))
     tokens = prompt(801, 30 * BLOCK + 9)
     whole = await pairs.ask(D, tokens)
