@@ -464,7 +464,10 @@ class WorkerService:
         live = self._live.get(news.id)
         if live is None or live.generation.transfer is None:
             return ()
-        live.transferred_tokens = min(news.tokens, live.prompt_tokens)
+        # All of the prompt's last blocks came, but its last token is computed in any case.
+        size = self.cards.card.block_size
+        local = max(0, -(-live.prompt_tokens // size) * size - news.tokens)
+        live.transferred_tokens = max(0, live.prompt_tokens - 1 - local) if news.tokens else 0
         source, rank = live.generation.transfer.source, live.generation.dp_rank or 0
         attempt = AttemptId(live.generation.attempt_id)
         tokens, seconds = live.transferred_tokens, news.seconds
@@ -491,17 +494,18 @@ class WorkerService:
         if live is None:
             return ()
         now = self._loop.time()
+        cached_tokens = None
         live.output_tokens += len(output.token_ids)
         self._metrics.output_tokens.inc(len(output.token_ids))
         if output.queued_s is not None:
             live.queue_s = output.queued_s
             self._metrics.queue.observe(output.queued_s)
         if output.cached_tokens is not None:
-            live.cached_tokens = output.cached_tokens
-            # The last token of a prompt is computed, wherever its block came from.
-            live.transferred_tokens = min(live.transferred_tokens, output.cached_tokens)
+            # vLLM counts a transferred prompt as a whole; its last token is computed all the same.
+            live.cached_tokens = cached_tokens = min(output.cached_tokens, live.prompt_tokens - 1)
+            live.transferred_tokens = min(live.transferred_tokens, cached_tokens)
             self._metrics.prompt_tokens.inc(live.prompt_tokens)
-            self._metrics.cached_tokens.inc(output.cached_tokens)
+            self._metrics.cached_tokens.inc(cached_tokens)
         if output.token_ids and live.first_s is None:
             live.first_s = now
             self._metrics.first_token.observe(now - live.received_s)
@@ -517,7 +521,7 @@ class WorkerService:
             prompt_logprobs=output.prompt_logprobs,
             finish=output.finish,
             stop_token_id=output.stop_token_id,
-            cached_tokens=output.cached_tokens,
+            cached_tokens=cached_tokens,
             failure=failure,
             transfer=self._handle(output, live),
             transferred_tokens=live.transferred_tokens if output.cached_tokens is not None else 0,
@@ -525,7 +529,7 @@ class WorkerService:
         events = self._book.advance(
             output.id,
             len(output.token_ids),
-            output.cached_tokens,
+            cached_tokens,
             finished=output.finish is not None,
             aborted=output.finish in (FinishReason.ABORT, FinishReason.ERROR),
             transferred_tokens=live.transferred_tokens,
