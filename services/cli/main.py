@@ -432,6 +432,37 @@ def demo_offload(
         raise typer.Exit(1)
 
 
+@demo_app.command("disagg")
+def demo_disagg(
+    prompts: Annotated[int, typer.Option(min=2, help="Long prompts that come.")] = 6,
+    tokens: Annotated[int, typer.Option(min=256, help="Length of each, in tokens.")] = 3000,
+    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
+    output: Annotated[
+        Path, typer.Option("--output", "--png", help="File for the picture (PNG).")
+    ] = Path("forebay-disagg.png"),
+    model: Annotated[
+        str, typer.Option(help=f"'{SMALL_MODEL}', a model folder, or a hub id.")
+    ] = SMALL_MODEL,
+) -> None:
+    """Long prompts beside eight chats: two workers that do everything, then prefill and decode
+    apart.
+
+    In float32, each worker on a core of its own. Exits with 1 if an answer differs.
+    """
+    from services.cli.demo.disagg import run_demo
+
+    result = run_demo(
+        _model(model),
+        prompts=prompts,
+        tokens=tokens,
+        as_json=as_json,
+        output=output,
+        console=stdout(),
+    )
+    if not result.tokens_equal:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Runs the command line; errors end it with a line and an exit code, never a traceback."""
     try:
