@@ -222,10 +222,7 @@ class WorkerService:
         hashes = await self._hashes(tokens, hashed, generation.cache_salt)
         keys = [block_key(h) for h in hashes]
         transfer = self._transfers.take(generation, tokens)
-        kv = None
-        if transfer is None:
-            # One source serves a request; a transfer brings all of its prompt.
-            kv = await self._look_up(hashes, keys, len(tokens), generation)
+        kv = await self._look_up(hashes, keys, len(tokens), generation, transfer is not None)
         try:
             return self._submit(generation, sink, tokens, hashes, keys, kv, transfer, received_s)
         except BaseException:
@@ -311,9 +308,17 @@ class WorkerService:
         return await asyncio.to_thread(block_hashes, tokens, size, adapter=adapter, cache_salt=salt)
 
     async def _look_up(
-        self, hashes: Sequence[bytes], keys: Sequence[BlockKey], tokens: int, of: Generation
+        self,
+        hashes: Sequence[bytes],
+        keys: Sequence[BlockKey],
+        tokens: int,
+        of: Generation,
+        travels: bool,
     ) -> Mapping[str, Any] | None:
-        """What lower tiers have of a prompt; the last token is always computed."""
+        """What lower tiers have of a prompt; the last token is always computed.
+
+        `travels`: a transfer brings all of it, so nothing is loaded: one source serves a request.
+        """
         if self._tiers is None:
             return None
         size, rank = self.cards.card.block_size, of.dp_rank
@@ -328,6 +333,7 @@ class WorkerService:
                 recompute_block_s=self._rate.seconds(size),
                 wait_s=self._rate.seconds(self._book.pending_prefill_tokens()),
                 tenant=of.tenant,
+                only_stored=travels,
             )
         )
 
