@@ -254,8 +254,21 @@ async def test_a_failed_prefill_is_a_recompute(
         assert placer.released == [(placer.answers[0].prefill, False)]
         assert len(placer.asks) == 1
         assert len(r.pool.let_go) == int(bool(end.get("handle")))
-        assert r.count("transfers_total", result="used") == 0
+        assert not any(r.count("transfers_total", result=x) for x in ("used", "unused"))
         r.assert_nothing_left()
+
+
+@pytest.mark.parametrize("reached", [True, False])
+async def test_who_failed_is_avoided_next(reached: bool) -> None:
+    placer = FakePlacer(placement("d", "p"), placement("e"))
+    lost = {} if reached else {"p": LOST}
+    async with running(job(), placer, unreachable=lost) as r:
+        if reached:
+            r.pool.say((await r.pool.next(1))[1], error=LOST)
+        await r.pool.until(lambda: any(worker == "d" for worker, _ in r.pool.started))
+        r.pool.say(r.pool.started[-1][1], error=LOST)
+        await r.pool.until(lambda: len(placer.asks) == 2)
+        assert placer.asks[1].excluded == {"p", "d"} and not placer.asks[1].whole
 
 
 async def test_the_clients_mistake() -> None:
