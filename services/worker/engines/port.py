@@ -27,6 +27,11 @@ class EngineRequest:
     """What a look-up in lower tiers found, for the engine's connector; None: nobody looked."""
     block_hashes: Sequence[bytes] | None = None
     """Of the full blocks of `token_ids`, when they are known; None: the engine makes them."""
+    prefill_only: bool = False
+    """It ends with its first token, and its KV stays for another engine, which `Output.transfer`
+    tells how to take it."""
+    transfer: Mapping[str, Any] | None = None
+    """KV of `token_ids` that another engine keeps, in that engine's words; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,10 @@ class Output:
     cached_tokens: int | None = None
     queued_s: float | None = None
     error: str = ""
+    transfer: Mapping[str, Any] | None = None
+    """With the finish of a prefill-only request: how another engine takes its KV."""
+    transferred_tokens: int = 0
+    """With `cached_tokens`: how many of them came from the engine that the request named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,8 @@ class EngineLoad:
     used_blocks: int
     pending_prefill_tokens: int | None = None
     dp_rank: int = 0
+    held_transfers: int = 0
+    """Ended prefill-only requests whose KV waits to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,8 @@ class EngineProfile:
     dp_size: int = 1
     simulated: bool = False
     """It has no weights, and its text is no model's."""
+    transfer: str = ""
+    """How others can take KV from it ("nixl"), or "sim"; empty: not at all."""
 
 
 class EngineDead(Exception):

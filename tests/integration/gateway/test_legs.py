@@ -109,7 +109,8 @@ async def test_text_is_the_same(pairs: Any, text_of: Any, streaming: bool) -> No
         assert [work.attempt_id, leg.attempt_id] == r.router.issued
         for name in ("model", "tenant", "cache_salt", "priority", "client_request_id"):
             assert getattr(leg, name) == getattr(work, name)
-        assert leg.traceparent == work.traceparent and leg.cache_salt
+        assert leg.traceparent == work.traceparent
+        assert leg.cache_salt and leg.client_request_id == headers["x-request-id"]
         if streaming:
             assert "ab" * 16 in leg.traceparent
         assert not r.router.releases and not prefill.released
