@@ -151,6 +151,21 @@ def test_who_has_its_blocks_goes_first() -> None:
     assert first(steps, "b")[0] == pytest.approx(0.007 + 0.060)
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_what_has_arrived_can_be_hit_before_there_is_a_seat(aborted: bool) -> None:
+    sim = Simulator(replace(SMALL, max_running=1))
+    sim.submit(request("b", 40, 1, come=40), 0.0)
+    sim.submit(request("a", 4, 30, salt=1), 0.0)
+    steps = run(sim, until=0.020)
+    assert set(range(10)) <= set(sim.pool.held())
+    assert not any(o.id == "b" for s in steps for o in s.outputs)
+    if aborted:
+        sim.abort("b", 0.0201)
+    steps = run(sim)
+    ends = {o.id: o.end for s in steps for o in s.outputs if o.end}
+    assert ends == {"a": SimEnd.LENGTH, "b": SimEnd.ABORT if aborted else SimEnd.LENGTH}
+
+
 def test_a_transfer_that_does_not_fit_waits() -> None:
     sim = Simulator(replace(SMALL, capacity_blocks=16))
     sim.submit(request("a", 40, 5, salt=1), 0.0)
