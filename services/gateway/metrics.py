@@ -73,6 +73,31 @@ class GatewayMetrics:
             "Sequences that lost their worker: resumed, restarted, unsupported, exhausted.",
             "result",
         )
+        self.prefill_legs = counter(
+            "prefill_legs",
+            "Prompts sent to a worker of their own to be prefilled, by end: done, or why the"
+            " decode worker had to compute (unreachable, lost, refused, failed, aborted,"
+            " no_handle); invalid: the client's mistake; left: nobody waits for it any more.",
+            "result",
+        )
+        self.prefill_seconds = histogram(
+            "prefill_leg_seconds", "From sending a prefill leg to its end.", _SECONDS, "model"
+        )
+        self.handover_seconds = histogram(
+            "handover_seconds",
+            "From the end of a prefill leg to the first token of the decode leg.",
+            _SECONDS,
+            "model",
+        )
+        self.transfers = counter(
+            "transfers",
+            "KV of prefill legs that decode workers were told of: used; unused (they computed);"
+            " failed (the decode leg ended before its first token).",
+            "result",
+        )
+        self.transferred_tokens = counter(
+            "transferred_tokens", "Prompt tokens whose KV came from a prefill worker.", "model"
+        )
         self.aborts = counter(
             "aborts", "Requests ended early: client, deadline, shutdown.", "reason"
         )

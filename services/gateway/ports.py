@@ -51,6 +51,8 @@ class Ask:
     admitted: bool = False
     """Whether it was placed before and failed there."""
     sequences: int = 1
+    whole: bool = False
+    """True: one worker shall prefill and decode it."""
     excluded: frozenset[str] = frozenset()
     wishes: Wishes = NO_WISHES
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -73,6 +75,8 @@ class Placement:
     address: str
     predicted_cached_tokens: int
     placed_by: PlacedBy
+    prefill: Placement | None = None
+    """Where its prompt shall be computed first, under an attempt id of its own; None: here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,20 @@ class Ended(StrEnum):
     ERROR = "error"
 
 
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """KV of a prompt that a prefill worker keeps until one other worker has taken it."""
+
+    handle: bytes
+    """What that worker needs to know; passed on unchanged."""
+    name: str
+    """By which the prefill worker knows it, to let go of it."""
+    tokens: int
+    """Prompt and prior output whose KV it is."""
+    given: bool = False
+    """True from when a worker was told of it: that one answers for it then."""
+
+
 @dataclass(slots=True)
 class News:
     """What a worker said of one sequence since we last looked: frames merged, in order."""
@@ -127,6 +145,10 @@ class News:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int | None = None
+    transferred_tokens: int = 0
+    """How many of the cached ones came from the worker of the prefill leg."""
+    transfer: Transfer | None = None
+    """With the end of a prefill leg."""
     ended: Ended | None = None
     stop_token_id: int | None = None
     error: ForebayError | None = None
@@ -189,6 +211,10 @@ class Work:
     client_request_id: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
     """traceparent and tracestate."""
+    prefill_only: bool = False
+    """It ends with its first token, and its worker keeps the KV: a prefill leg."""
+    transfer: Transfer | None = None
+    """KV that its worker is to take instead of computing it."""
 
 
 class WorkerPool(Protocol):
@@ -201,7 +227,8 @@ class WorkerPool(Protocol):
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ends a sequence that runs somewhere; no news of it arrive any more. Idempotent, never
-        blocks.
+        """Ends a sequence that runs somewhere, or lets go of the KV that it left as a prefill leg
+        and that no worker was given. No news of it arrive any more. Idempotent, never blocks;
+        called once at least for every sequence that was started.
         """
         ...

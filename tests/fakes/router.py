@@ -41,6 +41,27 @@ def choose(request: pb.RouteRequest, workers: list[Instance], predicted: int = 0
     )
 
 
+def pair(
+    request: pb.RouteRequest,
+    prefill: list[Instance],
+    decode: list[Instance],
+    predicted: int = 0,
+    prefill_predicted: int = 0,
+) -> Answer:
+    """A worker to decode and one to prefill, the first ones that are not excluded; one for all if
+    the request wishes so, or nobody is left to prefill."""
+    answer = choose(request, decode, predicted)
+    first = choose(request, prefill, prefill_predicted)
+    if request.whole or not isinstance(first, pb.RouteResponse):
+        return answer
+    if isinstance(answer, pb.RouteResponse):
+        answer.prefill_worker.CopyFrom(first.worker)
+        answer.prefill_address = first.address
+        answer.prefill_attempt_id = first.attempt_id
+        answer.predicted_prefill_cached_tokens = first.predicted_cached_tokens
+    return answer
+
+
 class FakeRouter(pb_grpc.RouterServiceServicer):
     """`async with FakeRouter("r0", decide) as router:` serves. `decide` None: never answers."""
 
@@ -93,6 +114,9 @@ class FakeRouter(pb_grpc.RouterServiceServicer):
                 self.changed.clear()
                 await self.changed.wait()
 
+    def _issue(self, answer: pb.RouteResponse) -> None:
+        self.issued += filter(None, (answer.attempt_id, answer.prefill_attempt_id))
+
     async def RouteStream(
         self, request_iterator: AsyncIterator[pb.RouteStreamRequest], context: Any
     ) -> AsyncIterator[pb.RouteStreamResponse]:
@@ -112,7 +136,7 @@ class FakeRouter(pb_grpc.RouterServiceServicer):
             answer = self.decide(message.route)
             number = message.correlation_id
             if isinstance(answer, pb.RouteResponse):
-                self.issued.append(answer.attempt_id)
+                self._issue(answer)
                 yield pb.RouteStreamResponse(correlation_id=number, placement=answer)
             elif isinstance(answer, pb.RouteWaiting):
                 yield pb.RouteStreamResponse(correlation_id=number, waiting=answer)
@@ -125,7 +149,7 @@ class FakeRouter(pb_grpc.RouterServiceServicer):
                 if self.later is not None:
                     placed = self.decide(message.route)
                     assert isinstance(placed, pb.RouteResponse)
-                    self.issued.append(placed.attempt_id)
+                    self._issue(placed)
                     yield pb.RouteStreamResponse(correlation_id=number, placement=placed)
             elif answer is not None:
                 yield pb.RouteStreamResponse(correlation_id=number, failure=answer)

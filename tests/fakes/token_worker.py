@@ -2,7 +2,8 @@
 hand.
 
 Its "model" is a function of all tokens before, so that a request which goes on elsewhere must end
-in the same tokens. It remembers blocks, so that cached tokens are real.
+in the same tokens. It remembers blocks, so that cached tokens are real. A prefill leg leaves KV,
+which `held` lists until the worker that is handed it takes it, or somebody lets go of it.
 """
 
 import asyncio
@@ -90,6 +91,10 @@ class _Session:
 Refuse = Callable[[pb.GenerateRequest], pb.RequestError | None]
 
 
+def _digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(repr(list(tokens)).encode()).digest()
+
+
 class TokenWorker(pb_grpc.WorkerServiceServicer):
     """`async with TokenWorker("w0", folder) as worker:` serves; `worker.instance` is its record.
 
@@ -123,6 +128,16 @@ class TokenWorker(pb_grpc.WorkerServiceServicer):
         self.changed = asyncio.Event()
         """Set at every request and abort; clear it before waiting."""
         self.blocks: set[int] = set()
+        self.hands_over = True
+        """Whether a prefill leg ends with a handle."""
+        self.peers: dict[str, TokenWorker] = {}
+        """Workers by id whose KV it can take."""
+        self.held: dict[str, bytes] = {}
+        """KV of ended prefill legs, by name: a digest of the tokens that it is of."""
+        self.released: list[str] = []
+        """Names of KV that it was told to let go of."""
+        self.deaf = False
+        """True: aborts come too late for whatever runs."""
         self._sessions: set[_Session] = set()
         self._wake = asyncio.Event()
         self._steps = 0
@@ -210,9 +225,14 @@ class TokenWorker(pb_grpc.WorkerServiceServicer):
         if r.first:
             r.first = False
             delta.cached_tokens = self._cached(r)
+            if (taken := self._take(r)) > delta.cached_tokens:
+                delta.transferred_tokens = taken - delta.cached_tokens
+                delta.cached_tokens = taken
         token = next_token(r.context, self.card.vocab_size)
-        limit = r.request.sampling.max_tokens
+        limit = 1 if r.request.prefill_only else r.request.sampling.max_tokens
         r.produced += 1
+        if r.request.prefill_only and self.hands_over:
+            delta.transfer.CopyFrom(self._hold(r))
         if self.eos_after is not None and r.produced >= self.eos_after:
             token = self.card.eos_token_ids[0]
             delta.finish_reason = pb.FINISH_REASON_STOP
@@ -228,6 +248,28 @@ class TokenWorker(pb_grpc.WorkerServiceServicer):
         if delta.finish_reason:
             del session.running[r.request.request_id]
         return delta
+
+    def _hold(self, r: Running) -> pb.TransferHandle:
+        name = f"kv-{r.request.request_id}"
+        self.held[name] = _digest(r.context)
+        return pb.TransferHandle(
+            source=self.holder.to_proto(),
+            namespace=self.card.namespace,
+            engine_params=b"where it is",
+            expires_ms=30_000,
+            way="fake",
+            tokens=len(r.context),
+            request_id=name,
+        )
+
+    def _take(self, r: Running) -> int:
+        """Tokens whose KV comes from elsewhere; 0 when it is of others, or not there (any more)."""
+        handle = r.request.transfer
+        source = self.peers.get(handle.source.id)
+        if source is None or source.holder != Holder.from_proto(handle.source):
+            return 0
+        kv = source.held.pop(handle.request_id, None)
+        return handle.tokens - 1 if kv == _digest(r.context) else 0
 
     def _cached(self, r: Running) -> int:
         keys = block_keys(r.context, BLOCK, cache_salt=r.request.cache_salt)
@@ -252,7 +294,7 @@ class TokenWorker(pb_grpc.WorkerServiceServicer):
         self.changed.set()
 
     def _abort(self, session: _Session, request_id: str) -> None:
-        if session.running.pop(request_id, None) is None:
+        if self.deaf or session.running.pop(request_id, None) is None:
             return
         self.aborted.append((request_id, asyncio.get_running_loop().time()))
         delta = pb.RequestDelta(request_id=request_id, finish_reason=pb.FINISH_REASON_ABORT)
@@ -272,6 +314,10 @@ class TokenWorker(pb_grpc.WorkerServiceServicer):
                     self._admit(session, message.generate)
                 elif message.HasField("abort"):
                     self._abort(session, message.abort.request_id)
+                elif message.HasField("release"):
+                    self.held.pop(message.release.request_id, None)
+                    self.released.append(message.release.request_id)
+                    self.changed.set()
 
         reader = asyncio.create_task(read())
         try:

@@ -7,7 +7,7 @@ from forebay.worker.v1 import worker_pb2 as pb
 from services.common.errors import Internal, error_from_number
 from services.gateway.core.logprobs import TokenLogprobs
 from services.gateway.core.sampling import Sampling
-from services.gateway.ports import Ended, News, Work
+from services.gateway.ports import Ended, News, Transfer, Work
 
 _ENDED = {
     pb.FINISH_REASON_STOP: Ended.STOP,
@@ -55,7 +55,27 @@ def to_generate(work: Work) -> pb.GenerateRequest:
         traceparent=work.trace.get("traceparent", ""),
         tracestate=work.trace.get("tracestate", ""),
         client_request_id=work.client_request_id,
+        prefill_only=work.prefill_only,
+        transfer=(
+            pb.TransferHandle.FromString(work.transfer.handle)
+            if work.transfer is not None
+            else None
+        ),
     )
+
+
+def to_release(transfer: Transfer) -> pb.ReleaseTransfer:
+    """The wire form of letting go."""
+    return pb.ReleaseTransfer(request_id=transfer.name)
+
+
+def transfer_of(delta: pb.RequestDelta) -> Transfer | None:
+    """The KV that the end of a prefill leg left; None: none."""
+    if not delta.HasField("transfer"):
+        return None
+    handle = delta.transfer
+    name = handle.request_id or delta.request_id
+    return Transfer(handle.SerializeToString(), name, handle.tokens)
 
 
 def merge(news: News, delta: pb.RequestDelta) -> None:
@@ -67,9 +87,11 @@ def merge(news: News, delta: pb.RequestDelta) -> None:
         news.logprobs.append(TokenLogprobs(p.token_id, p.logprob, top))
     if news.cached_tokens is None and delta.HasField("cached_tokens"):
         news.cached_tokens = delta.cached_tokens
+        news.transferred_tokens = delta.transferred_tokens
     if not delta.finish_reason:
         return
     news.ended = _ENDED.get(delta.finish_reason, Ended.ERROR)
+    news.transfer = transfer_of(delta)
     if delta.HasField("stop_token_id"):
         news.stop_token_id = delta.stop_token_id
     if news.ended is Ended.ERROR:

@@ -181,14 +181,20 @@ class Routers:
         raise NoRouter("the router's stream broke twice")
 
     def release(self, placement: Placement, *, unreachable: bool = False) -> None:
-        """Takes a placement back, if a router is there to hear it; bookings expire anyway."""
+        """Takes a placement back, if a router is there to hear it; bookings expire anyway. A
+        prefill leg's is a placement of its own.
+        """
         if self._state is not _State.UP or len(self._outbox) >= _MAX_QUEUED:
             return
-        release = pb.ReleasePlacement(
-            attempt_id=placement.attempt_id if placement.placed_by is PlacedBy.ROUTER else "",
-            worker_unreachable=unreachable,
-            worker=placement.worker.to_proto(),
+        self._release(
+            pb.ReleasePlacement(
+                attempt_id=placement.attempt_id if placement.placed_by is PlacedBy.ROUTER else "",
+                worker_unreachable=unreachable,
+                worker=placement.worker.to_proto(),
+            )
         )
+
+    def _release(self, release: pb.ReleasePlacement) -> None:
         self._post(pb.RouteStreamRequest(correlation_id=next(self._numbers), release=release))
 
     def _cancel(self, number: int) -> None:
@@ -246,11 +252,10 @@ class Routers:
         if answer is not None and not answer.done():
             answer.set_result(message)
         elif message.HasField("placement"):
-            # Nobody waits any more: the booking must not stand.
-            release = pb.ReleasePlacement(attempt_id=message.placement.attempt_id)
-            self._post(
-                pb.RouteStreamRequest(correlation_id=message.correlation_id, release=release)
-            )
+            # Nobody waits any more: the bookings must not stand.
+            p = message.placement
+            for attempt_id in filter(None, (p.attempt_id, p.prefill_attempt_id)):
+                self._release(pb.ReleasePlacement(attempt_id=attempt_id))
 
     async def _write(self, call: Any) -> None:
         while True:
@@ -313,6 +318,7 @@ def _to_route(ask: Ask) -> pb.RouteRequest:
         deadline_ms=ask.deadline_ms,
         admitted=ask.admitted,
         sequences=ask.sequences,
+        whole=ask.whole,
         traceparent=ask.trace.get("traceparent", ""),
         tracestate=ask.trace.get("tracestate", ""),
     )
@@ -330,5 +336,16 @@ def _to_placement(message: pb.RouteStreamResponse) -> Placement:
         worker=Holder.from_proto(p.worker),
         address=p.address,
         predicted_cached_tokens=p.predicted_cached_tokens,
+        placed_by=PlacedBy.ROUTER,
+        prefill=_to_prefill(p) if p.HasField("prefill_worker") else None,
+    )
+
+
+def _to_prefill(p: pb.RouteResponse) -> Placement:
+    return Placement(
+        attempt_id=AttemptId(p.prefill_attempt_id),
+        worker=Holder.from_proto(p.prefill_worker),
+        address=p.prefill_address,
+        predicted_cached_tokens=p.predicted_prefill_cached_tokens,
         placed_by=PlacedBy.ROUTER,
     )

@@ -2,6 +2,9 @@
 
 Each worker has a link: a task that connects, writes what is queued, deals out what comes in, and
 connects again. When the stream breaks, every sequence on it hears WorkerLost at once.
+
+KV that a prefill leg left there is let go of when its sequence is aborted, unless the request that
+names it has been written to some worker: from then on that worker and the lease answer for it.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from services.common.rpc.channel import open_channel
 from services.common.rpc.stream import StreamEnded, send
 from services.common.telemetry.logging import get_logger
 from services.gateway.adapters.connect import Unreachable, connected, why_ended
-from services.gateway.adapters.generate import merge, to_generate
-from services.gateway.ports import Inbox, Placement, Work, WorkerLost
+from services.gateway.adapters.generate import merge, to_generate, to_release, transfer_of
+from services.gateway.ports import Inbox, Placement, Transfer, Work, WorkerLost
 
 log = get_logger(__name__)
 
@@ -67,8 +70,10 @@ class WorkerLink:
         self._gateway_id = gateway_id
         self._stall_timeout_s = stall_timeout_s
         self._running: dict[str, Inbox] = {}
-        self._outbox: deque[Work | str] = deque()
-        """What is to be sent: sequences, and ids of those to be aborted."""
+        self._transfers: dict[str, Transfer] = {}
+        """What ended prefill legs have left here, by the leg's id."""
+        self._outbox: deque[Work | str | Transfer] = deque()
+        """What is to be sent: sequences, ids of those to be aborted, KV to let go of."""
         self._filled = asyncio.Event()
         self._changed = asyncio.Event()
         self._retry = asyncio.Event()
@@ -155,14 +160,19 @@ class WorkerLink:
             self._post(work)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a sequence; False when it doesn't run here."""
+        """Ends a sequence; False when it doesn't run here. Of a prefill leg that has ended, lets go
+        of what it left.
+        """
+        transfer = self._transfers.pop(request_id, None)
+        if transfer is not None and not transfer.given:
+            self._post(transfer)
         if self._running.pop(request_id, None) is None:
             return False
         # Never refused: at most one for each sequence that was queued, so bounded with those.
         self._post(request_id)
         return True
 
-    def _post(self, item: Work | str) -> None:
+    def _post(self, item: Work | str | Transfer) -> None:
         self._outbox.append(item)
         self._filled.set()
 
@@ -177,6 +187,7 @@ class WorkerLink:
         self._why_down, self._refused = why, refused
         self._set(LinkState.DOWN)
         self._outbox.clear()
+        self._transfers.clear()
         running, self._running = self._running, {}
         for request_id, inbox in running.items():
             news = inbox.of(request_id)
@@ -214,10 +225,14 @@ class WorkerLink:
             self._last_news = loop.time()
             for delta in frame.deltas:
                 inbox = self._running.get(delta.request_id)
-                if inbox is None:
-                    continue  # aborted a moment ago
+                if inbox is None:  # aborted a moment ago
+                    if (unwanted := transfer_of(delta)) is not None:
+                        self._post(unwanted)
+                    continue
                 news = inbox.of(delta.request_id)
                 merge(news, delta)
+                if news.transfer is not None:
+                    self._transfers[delta.request_id] = news.transfer
                 inbox.wake(delta.request_id, news)
                 if delta.finish_reason:
                     del self._running[delta.request_id]
@@ -230,7 +245,11 @@ class WorkerLink:
                 if isinstance(item, str):
                     abort = pb.AbortRequest(request_id=item)
                     await send(call, pb.SessionRequest(abort=abort))
+                elif isinstance(item, Transfer):
+                    await send(call, pb.SessionRequest(release=to_release(item)))
                 elif item.request_id in self._running:
+                    if item.transfer is not None:
+                        item.transfer.given = True
                     await send(call, pb.SessionRequest(generate=to_generate(item)))
             self._filled.clear()
             await self._filled.wait()

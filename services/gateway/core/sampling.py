@@ -49,6 +49,14 @@ class Sampling:
             return self
         return replace(self, seed=(self.seed + index) & _SEED_MASK)
 
+    def prefill(self) -> Sampling:
+        """How a prefill leg samples: one token, that nobody sees.
+
+        Nothing that only shapes output goes along (seed, penalties, biases, log probabilities, ends
+        and stops), so that the leg can't end otherwise than by its limit. The decode leg has all.
+        """
+        return Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+
     def resumed(self, prior_tokens: int) -> Sampling:
         """How to go on after `prior_tokens` of output: max_tokens and min_tokens are reduced.
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import Span, Tracer
 
 from services.common.ids import new_id
 from services.common.telemetry.logging import bind_context, get_logger
@@ -189,8 +189,8 @@ class GatewayApp:
             return
         exchange.extra_headers["access-control-allow-origin"] = "*" if "*" in origins else origin
         exchange.extra_headers["access-control-expose-headers"] = (
-            "x-request-id, x-forebay-worker, x-forebay-predicted-cached-tokens, "
-            "x-forebay-cached-tokens, retry-after"
+            "x-request-id, x-forebay-worker, x-forebay-prefill-worker, "
+            "x-forebay-predicted-cached-tokens, x-forebay-cached-tokens, retry-after"
         )
 
     async def _options(self, exchange: Exchange, route: Route | None) -> None:
@@ -335,7 +335,7 @@ class GatewayApp:
                     finally:
                         self._metrics.streams.dec()
                         watch.count(generation)
-                        span.set_attribute("forebay.worker", _workers(generation))
+                        _describe(span, generation)
                     return
                 pieces: list[list[ChoiceDelta]] = [[] for _ in range(len(job.prompts) * job.n)]
                 try:
@@ -348,7 +348,7 @@ class GatewayApp:
                             pieces[update.index].append(update.delta)
                 finally:
                     watch.count(generation)
-                span.set_attribute("forebay.worker", _workers(generation))
+                _describe(span, generation)
                 headers = self._headers(generation)
                 if headers:
                     headers["x-forebay-cached-tokens"] = str(generation.usage.cached_tokens)
@@ -358,10 +358,13 @@ class GatewayApp:
     def _headers(self, generation: Generation) -> dict[str, str]:
         if not self._settings.response_headers:
             return {}
-        return {
+        headers = {
             "x-forebay-worker": _workers(generation),
             "x-forebay-predicted-cached-tokens": str(generation.predicted_cached_tokens),
         }
+        if prefilled_by := _prefill_workers(generation):
+            headers["x-forebay-prefill-worker"] = prefilled_by
+        return headers
 
 
 class _Stopwatch:
@@ -422,6 +425,17 @@ def _word(reason: Exception) -> str:
 def _workers(generation: Generation) -> str:
     """The workers of the prompts, each once, in order."""
     return ",".join(dict.fromkeys(p.worker.id for p in generation.placements))
+
+
+def _prefill_workers(generation: Generation) -> str:
+    """The workers that prefilled for them, each once, in order; empty: none did."""
+    return ",".join(dict.fromkeys(generation.prefilled_by))
+
+
+def _describe(span: Span, generation: Generation) -> None:
+    span.set_attribute("forebay.worker", _workers(generation))
+    if prefilled_by := _prefill_workers(generation):
+        span.set_attribute("forebay.prefill_worker", prefilled_by)
 
 
 def _allowed(route: Route) -> list[str]:

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.common.blocks import HashedAdapter, block_hashes, block_key, next_block_hash
 from services.common.errors import InvalidRequest
@@ -25,6 +26,7 @@ from services.worker.engines.port import (
     Output,
     Step,
 )
+from services.worker.engines.sim.core.handle import handle
 from services.worker.engines.sim.core.model import (
     SimConfig,
     SimEnd,
@@ -59,6 +61,8 @@ class _Live:
     """Tokens of the running step."""
     positions: list[PositionLogprobs] = field(default_factory=list)
     stop_token_id: int | None = None
+    handle: dict[str, Any] | None = None
+    """What a prefill-only request ends with."""
 
 
 class SimEngine:
@@ -133,6 +137,9 @@ class SimEngine:
         if hashes is None:
             hashes = block_hashes(tokens, size, adapter=adapter, cache_salt=request.cache_salt)
         keys = [block_key(h) for h in hashes]
+        own = handle(tokens, hashes, size)
+        # One of other tokens, or in words that we don't know, is as good as none.
+        transfer_tokens = len(tokens) if request.transfer == own else 0
         stream = TokenStream(
             self._vocabulary, tokens, s, adapter=request.adapter, draw=next(self._draws)
         )
@@ -143,14 +150,16 @@ class SimEngine:
             list(tokens[len(hashes) * size :]),
             hashes[-1] if hashes else None,
             keys,
+            handle=own if request.prefill_only else None,
         )
         sim = SimRequest(
             request.id,
             len(tokens),
-            s.max_tokens,
+            1 if request.prefill_only else s.max_tokens,
             keys,
             request.priority,
             recompute=s.prompt_logprobs is not None,
+            transfer_tokens=transfer_tokens,
         )
         self._sim.submit(sim, self._now())
         self._arm()
@@ -163,6 +172,9 @@ class SimEngine:
 
     def poke(self) -> None:
         """Nothing waits beside requests: there is no connector."""
+
+    def release_transfer(self, id: str) -> None:
+        """Nothing: what a prefill-only request left is not held beyond its end."""
 
     async def reset_cache(self) -> bool:
         """Forgets all blocks, unless requests hold some. Raises EngineDead."""
@@ -259,6 +271,8 @@ class SimEngine:
         live.tail.append(token)
         if len(live.tail) == self._profile.block_size:
             self._fill(live)
+        if live.request.prefill_only:
+            return False
         if token in s.stop_token_ids:
             live.stop_token_id = token
         return live.stream.ends(token)
@@ -305,6 +319,8 @@ class SimEngine:
             prompt_logprobs=self._prompt_logprobs(live.request) if first else (),
             finish=None if output.end is None else _FINISH[output.end],
             stop_token_id=live.stop_token_id if output.end is SimEnd.STOP else None,
+            transfer=live.handle if output.end is SimEnd.LENGTH else None,
+            transferred_tokens=output.transferred_tokens,
             cached_tokens=output.cached_tokens,
             queued_s=None if output.queued_s is None else output.queued_s / self._speedup,
         )

@@ -25,6 +25,8 @@ from services.worker.engines.sim.core.timing import TimingProfile, profile_from
 from services.worker.engines.sim.core.tokens import Vocabulary
 from services.worker.errors import EngineStartError
 
+TRANSFER = "sim"
+"""How KV is handed over; no real engine's way, so that the two are never paired."""
 NAME = "simulator"
 """The first word of its card's engine: whoever shows a card shows it."""
 VERSION = "1"
@@ -123,6 +125,7 @@ def simulated_model(settings: WorkerSettings) -> SimulatedModel:
         },
         adapters=tuple(adapters),
         simulated=True,
+        transfer=TRANSFER,
     )
     special = _special(_json(folder / "tokenizer.json") or {}) | set(eos)
     if len(special) >= vocab_size:

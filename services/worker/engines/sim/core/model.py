@@ -61,6 +61,8 @@ class SimRequest:
     """Lower ones first."""
     recompute: bool = False
     """The whole prompt is computed, whatever is cached."""
+    transfer_tokens: int = 0
+    """So many of the prompt's tokens come from another engine, unless they are cached here."""
 
 
 class SimEnd(StrEnum):
@@ -84,6 +86,8 @@ class SimOutput:
     """From submission until it was first scheduled."""
     loaded_tokens: int = 0
     """Of the cached tokens, those that came up from a lower tier; with the first output."""
+    transferred_tokens: int = 0
+    """Of the cached tokens, those that came from another engine; with the first output."""
 
 
 @dataclass(slots=True)

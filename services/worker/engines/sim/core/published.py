@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.engines.sim.core.timing import TimingProfile
+from services.worker.engines.sim.core.timing import TRANSFER_BYTES_PER_S, TimingProfile
 
 BANDWIDTH_SHARE = 0.7
 """Of a GPU's bandwidth that an engine reaches: an assumption."""
@@ -88,6 +88,7 @@ def published(name: str) -> TimingProfile:
         sequence_s=SEQUENCE_OVERHEAD_S,
         kv_token_s=shape.kv_token_bytes / bandwidth,
         overhead_s=STEP_OVERHEAD_S,
+        transfer_token_s=shape.kv_token_bytes / TRANSFER_BYTES_PER_S,
     )
 
 

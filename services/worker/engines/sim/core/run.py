@@ -25,6 +25,7 @@ class Run:
         "submitted",
         "todo",
         "total",
+        "transferred",
     )
 
     def __init__(self, request: SimRequest, order: tuple[int, int], now: float, limit: int) -> None:
@@ -48,6 +49,8 @@ class Run:
         """Leading blocks that a load has made ready."""
         self.lower = 0
         """Blocks that came up by its first start."""
+        self.transferred: int | None = None
+        """Tokens that come from another engine; None: no transfer has begun."""
         self.cached: int | None = None
         self.queued_s: float | None = None
         self.ended = False

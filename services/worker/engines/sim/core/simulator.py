@@ -4,7 +4,8 @@ Each step takes the running requests first (a token for a decode, a chunk for a 
 waiting ones in order of priority and arrival, while tokens, seats and blocks last. A waiting
 request starts with what its prefix finds in the pool, and only when the rest of its prompt fits. A
 running one that needs a block when none is free pushes the last in order back into the queue; that
-one starts again. Blocks can be hit from the step on that fills them.
+one starts again. Blocks can be hit from the step on that fills them. A request whose KV another
+engine has waits for its transfer with all its blocks, and then goes before those that wait without.
 
 Drive it so: `advance(now)` up to `next_time()`, `submit` and `abort` in between. A step's length
 comes from the timing profile, so time is the caller's: real, sped up, or a replay's.
@@ -29,6 +30,7 @@ from services.worker.engines.sim.core.model import (
 )
 from services.worker.engines.sim.core.pool import BlockPool
 from services.worker.engines.sim.core.run import Run
+from services.worker.engines.sim.core.transfers import Transfers
 
 Sample = Callable[[str], bool]
 """Told that a request (by id) gets its next token; answers whether that one ends it. It may add
@@ -57,6 +59,9 @@ class Simulator:
         """Waiting requests whose blocks are on their way up, by the time when these are there."""
         self._lane_free = -math.inf
         """When the last load ends."""
+        self._transfers = Transfers(config.profile)
+        self._arrived: list[Run] = []
+        """Requests whose transfer is over, and which are in no step yet."""
         self._unsaved: list[BlockKey] = []
         """Blocks that the running step fills, for the lower tier."""
         self._arrivals = 0
@@ -75,17 +80,21 @@ class Simulator:
         """In a run of equal steps, by how much each takes longer than the one before."""
         self._prefill_tokens = 0
         self._preempted = 0
+        """Since the last step was told."""
 
     # What callers do.
 
     def submit(self, request: SimRequest, now: float) -> None:
         """Takes a request; it may be in the step that begins next.
 
-        Raises ValueError for one that is too long, too short, or named like one that runs.
+        Raises ValueError for one that is too long, too short, or named like one that runs, or
+        whose transfer is longer than its prompt.
         """
         longest = self.config.longest
         if not 0 < request.prompt_tokens < longest:
             raise ValueError(f"a prompt has 1 to {longest - 1} tokens, not {request.prompt_tokens}")
+        if not 0 <= request.transfer_tokens <= request.prompt_tokens:
+            raise ValueError(f"{request.transfer_tokens} tokens can't be transferred")
         if request.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
         if request.id in self._runs:
@@ -180,17 +189,21 @@ class Simulator:
             self._ends = max(ends, self._held_until)
 
     def _begin(self, now: float) -> None:
-        self._count = self._prefill_tokens = self._preempted = 0
+        self._count = self._prefill_tokens = 0
         if not self._runs:
             self._ends = None
             return
         profile = self.config.profile
         while self._loading and self._loading[0][0] <= now:
             heapq.heappush(self._waiting, heapq.heappop(self._loading)[1])
+        self._receive(now)
         batch, tokens, pairs, kv_tokens, decodes = self._schedule(now)
         if not batch:
-            assert self._loading, "requests are there, and none can run"
-            self._ends = max(self._loading[0][0], self._held_until)
+            times = [self._loading[0][0]] if self._loading else []
+            if (arrival := self._transfers.next_time()) is not None:
+                times.append(arrival)
+            assert times, "requests are there, and none can run"
+            self._ends = max(min(times), self._held_until)
             return
         self._batch = batch
         self._began = now
@@ -227,6 +240,7 @@ class Simulator:
         batch: list[Run] = []
         running = self._running
         position = 0
+        pushed_out = False
         while position < len(running) and budget > 0:
             run = running[position]
             todo = min(run.total - run.computed, budget)
@@ -240,6 +254,7 @@ class Simulator:
                 if at < position:
                     position -= 1
                 self._preempt(last)
+                pushed_out = True
                 continue
             if need > 0:
                 self._take(run, need)
@@ -248,7 +263,7 @@ class Simulator:
             budget -= todo
             batch.append(run)
             position += 1
-        if not self._preempted:
+        if not pushed_out or not batch:
             self._admit(batch, budget, now)
         tokens = kv_tokens = decodes = 0
         pairs = 0.0
@@ -265,6 +280,10 @@ class Simulator:
     def _admit(self, batch: list[Run], budget: int, now: float) -> None:
         """Lets waiting requests into the step, first in order first, until one does not fit."""
         size = self.config.block_size
+        while self._arrived and budget > 0 and len(self._running) < self.config.max_running:
+            run = heapq.heappop(self._arrived)
+            if not run.ended:
+                budget -= self._start(run, batch, budget)
         while self._waiting and budget > 0 and len(self._running) < self.config.max_running:
             run = self._waiting[0]
             if run.ended:
@@ -278,6 +297,10 @@ class Simulator:
                 keys = run.request.keys
                 keys = keys if len(keys) <= usable else keys[:usable]
                 hits = self.pool.match(keys)
+                if self._comes(run, len(hits) * size):
+                    if not self._transfer(run, hits, now):
+                        return
+                    continue
                 if self.lower is not None and not run.looked and self._load(run, keys, hits, now):
                     heapq.heappop(self._waiting)
                     continue
@@ -296,14 +319,49 @@ class Simulator:
             if run.cached is None:
                 run.cached, run.lower = run.computed, up
                 run.queued_s = now - run.submitted
-            run.todo = min(run.total - run.computed, budget)
-            need = -(-(run.computed + run.todo) // size) - len(run.blocks)
-            if need > 0:
-                self._take(run, need)
-            self._name(run, run.computed + run.todo)
-            budget -= run.todo
-            self._running.append(run)
-            batch.append(run)
+            budget -= self._start(run, batch, budget)
+
+    def _start(self, run: Run, batch: list[Run], budget: int) -> int:
+        """Puts a request with blocks for what it needn't compute into the step; its tokens."""
+        run.todo = min(run.total - run.computed, budget)
+        need = -(-(run.computed + run.todo) // self.config.block_size) - len(run.blocks)
+        if need > 0:
+            self._take(run, need)
+        self._name(run, run.computed + run.todo)
+        self._running.append(run)
+        batch.append(run)
+        return run.todo
+
+    def _comes(self, run: Run, found: int) -> bool:
+        """Whether another engine has more of it than was found here, and was not asked yet."""
+        return run.transferred is None and min(run.request.transfer_tokens, run.total - 1) > found
+
+    def _transfer(self, run: Run, hits: list[int], now: float) -> bool:
+        """Lets a waiting request have what another engine holds; False: its blocks don't fit."""
+        size = self.config.block_size
+        whole = -(-run.total // size) - len(hits)
+        if whole + self.pool.idle_among(hits) > self.pool.free:
+            return False
+        heapq.heappop(self._waiting)
+        self.pool.share(hits)
+        run.blocks = list(hits)
+        run.named = len(hits)
+        self._take(run, whole)
+        found = len(hits) * size
+        # The last token is computed: the next one comes from it.
+        self._compute(run, min(run.request.transfer_tokens, run.total - 1))
+        run.transferred = run.computed - found
+        run.cached = run.computed
+        run.queued_s = now - run.submitted
+        self._transfers.begin(run, run.request.transfer_tokens - found, now)
+        return True
+
+    def _receive(self, now: float) -> None:
+        """Takes what has arrived: from here on prefixes can hit it."""
+        for run in self._transfers.ended(now):
+            if not run.ended:
+                self._name(run, run.request.transfer_tokens)
+                heapq.heappush(self._arrived, run)
 
     def _load(self, run: Run, keys: Sequence[BlockKey], hits: Sequence[int], now: float) -> bool:
         """Whether blocks come up for it: some that it lacks, quicker than it computes them."""
@@ -376,6 +434,7 @@ class Simulator:
             run.cached if first else None,
             run.queued_s if first else None,
             run.lower * self.config.block_size if first else 0,
+            (run.transferred or 0) if first else 0,
         )
 
     def _apply_aborts(self, now: float) -> SimStep | None:
@@ -398,6 +457,7 @@ class Simulator:
 
     def _told(self, now: float, outputs: list[SimOutput]) -> SimStep:
         changes, self._changes = self._changes, []
+        preempted, self._preempted = self._preempted, 0
         return SimStep(
             self.steps,
             self._count,
@@ -407,7 +467,7 @@ class Simulator:
             changes,
             self.load(),
             self._prefill_tokens,
-            self._preempted,
+            preempted,
         )
 
     # Blocks.
@@ -457,9 +517,11 @@ class Simulator:
         self.pool.check_invariants()
         waiting = [run for run in self._waiting if not run.ended]
         waiting += [run for _, run in self._loading if not run.ended]
-        assert len(waiting) + len(self._running) == len(self._runs), "a request is lost or double"
         assert all(not run.blocks for run in waiting), "a waiting request keeps blocks"
-        used = {block for run in self._running for block in run.blocks}
+        taken = [run for run in [*self._transfers.runs(), *self._arrived] if not run.ended]
+        count = len(waiting) + len(taken) + len(self._running)
+        assert count == len(self._runs), "a request is lost or double"
+        used = {block for run in [*self._running, *taken] for block in run.blocks}
         assert len(used) == self.pool.used, "a block is in use by nobody"
         prompts = [(r.request.prompt_tokens, r.computed) for r in self._runs.values()]
         assert self._pending == sum(max(0, p - c) for p, c in prompts), "pending tokens are off"

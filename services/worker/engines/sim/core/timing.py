@@ -7,6 +7,8 @@ A step reads all weights once or computes its tokens, whichever takes longer: th
 matrix product. To that comes attention: of prompt chunks by pairs (each new token with each token
 before it), of decodes by the KV that they read. What is left is a constant, and a price for each
 sequence (sampling, scheduling).
+
+KV that comes from another engine takes no step's time, but its own: latency + tokens x token.
 """
 
 from __future__ import annotations
@@ -14,6 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+
+TRANSFER_BYTES_PER_S = 12.5e9
+"""Of a network of 100 Gbit/s, all of which NIXL reaches: an assumption."""
+TRANSFER_LATENCY_S = 0.002
+"""Asking for a transfer and hearing of its end: an assumption."""
+_TOKEN_BYTES = 131_072
+"""KV of a token when a profile doesn't say: that of Llama 3.1 8B in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,10 @@ class TimingProfile:
     """Reading one token's KV, for a decode."""
     overhead_s: float = 0.0
     """A step, whatever is in it."""
+    transfer_token_s: float = _TOKEN_BYTES / TRANSFER_BYTES_PER_S
+    """Bringing a token's KV from another engine."""
+    transfer_latency_s: float = TRANSFER_LATENCY_S
+    """A transfer, however short."""
 
     def __post_init__(self) -> None:
         for name, value in self.figures().items():
