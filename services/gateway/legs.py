@@ -56,6 +56,7 @@ _NOT_TAKEN = frozenset(
         "DRAINING",
         "INVALID_REQUEST",
         "MODEL_NOT_FOUND",
+        "NO_TRANSFER",
         "OVERLOADED",
         "RESUME_UNSUPPORTED",
         "STARTING",
