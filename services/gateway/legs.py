@@ -150,6 +150,11 @@ class SequenceState:
     """The attempt that gave the first tokens: later ones recompute what was already answered."""
 
     @property
+    def prefilling(self) -> bool:
+        """Whether its news are those of a prefill leg."""
+        return self.leg is not None and self.leg.ended is None
+
+    @property
     def predicted_cached_tokens(self) -> int:
         """What the router expected, of the leg that computes (or computed) the prompt."""
         if self.answered is not None:
@@ -207,23 +212,28 @@ class Legs:
                 if attempt >= _MAX_REFUSALS:
                     raise to_api_error(exc) from exc
 
-    async def prefill_news(self, sequence: SequenceState, news: News) -> bool:
-        """Takes news of a prefill leg, and starts the decode leg when that has ended; False: they
-        are not of one. Raises ApiError.
+    async def prefill_news(self, sequence: SequenceState, news: News) -> None:
+        """Takes news of a running prefill leg; starts the decode leg when it has ended. Raises
+        ApiError.
         """
         leg = sequence.leg
-        if leg is None or leg.ended is not None:
-            return False
+        assert leg is not None, "news of no prefill leg"
         end = leg.take(news, self._now())
         if end is None:
-            return True
+            return
         self._count(leg, end)
         if end is LegEnd.INVALID:
             assert news.error is not None
             raise to_api_error(news.error)
         if end is LegEnd.DONE:
-            self._metrics.prefill_seconds.labels(self._job.served.name).observe(
-                self._now() - leg.began
+            seconds = self._now() - leg.began
+            self._metrics.prefill_seconds.labels(self._job.served.name).observe(seconds)
+            log.debug(
+                "prefilled",
+                request_id=self._job.caller.request_id,
+                worker=leg.placement.worker.id,
+                cached_tokens=leg.cached_tokens,
+                seconds=seconds,
             )
             self._unlist(sequence)
         else:
@@ -234,7 +244,6 @@ class Legs:
         except WorkerLost:
             self.forget(sequence)
             await self.launch([sequence])
-        return True
 
     def first_tokens(self, sequence: SequenceState, news: News) -> None:
         """Notes whose work the first tokens of an attempt are."""

@@ -118,7 +118,8 @@ class Generation:
                 sequence = self._legs.of(request_id)
                 if sequence is None:
                     continue  # of an attempt that is over
-                if await self._legs.prefill_news(sequence, news):
+                if sequence.prefilling:
+                    await self._legs.prefill_news(sequence, news)
                     continue
                 delta = self._absorb(sequence, news)
                 if delta is not None:

@@ -317,9 +317,7 @@ def _first_token_back(m: pb.Event) -> Event:
 
 def _transfer_ended_back(m: pb.Event) -> Event:
     e = m.transfer_ended
-    return TransferEnded(
-        AttemptId(e.attempt_id), e.source, e.tokens, e.bytes, e.seconds, m.dp_rank
-    )
+    return TransferEnded(AttemptId(e.attempt_id), e.source, e.tokens, e.bytes, e.seconds, m.dp_rank)
 
 
 def _finished_back(m: pb.Event) -> Event:
