@@ -79,7 +79,14 @@ async def main(
                 holder = Holder(instance.id, instance.incarnation)
                 up = link.state is LinkState.UP
                 found.append(
-                    Candidate(holder, instance.address, up, link.in_flight, instance.labels)
+                    Candidate(
+                        holder,
+                        instance.address,
+                        up,
+                        link.in_flight,
+                        instance.labels,
+                        instance.role,
+                    )
                 )
         return found
 

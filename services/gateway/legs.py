@@ -8,7 +8,8 @@ that waits in a living worker's queue waits where the router knew it would, and 
 deadline and the session's stall watch end it.
 
 One worker does all for several choices of one prompt, which share its KV there; for a request whose
-client names a worker; and for a sequence that has had two prefill legs.
+client names a worker; and for a sequence that has had two prefill legs. (So it would have to be for
+log probabilities of the prompt, for which all of it is computed; clients can't ask for these yet.)
 """
 
 from __future__ import annotations
@@ -16,23 +17,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 
-from services.common.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    ForebayError,
-    InvalidRequest,
-)
+from services.common.errors import DeadlineExceeded, FailedPrecondition, ForebayError
 from services.common.ids import BlockKey
 from services.common.telemetry.logging import get_logger
-from services.gateway.core.choice import Choice
-from services.gateway.core.sampling import Sampling
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.ports import (
     Ask,
-    Ended,
     Inbox,
     News,
     Placement,
@@ -42,8 +33,9 @@ from services.gateway.ports import (
     WorkerLost,
     WorkerPool,
 )
-from services.gateway.prepare import Job, Prompt, hash_blocks
-from services.gateway.upstream import is_retryable, to_api_error
+from services.gateway.prepare import Job, hash_blocks
+from services.gateway.sequence import Answered, LegEnd, PrefillLeg, SequenceState
+from services.gateway.upstream import is_clients_mistake, is_retryable, not_begun, to_api_error
 
 log = get_logger(__name__)
 
@@ -51,113 +43,6 @@ _MAX_REFUSALS = 8
 """Workers that may turn out to be unreachable before one placement is given up."""
 _MAX_PREFILLS = 2
 """Prefill legs that one sequence may have."""
-_NOT_TAKEN = frozenset(
-    {
-        "DRAINING",
-        "INVALID_REQUEST",
-        "MODEL_NOT_FOUND",
-        "NO_TRANSFER",
-        "OVERLOADED",
-        "RESUME_UNSUPPORTED",
-        "STARTING",
-        "UNSUPPORTED",
-    }
-)
-"""Reasons of a worker that did not begin with a request."""
-_OUR_FIELDS = frozenset({"prefill_only", "transfer"})
-"""What no client has set; a worker that finds it wrong finds no fault with the client."""
-
-
-class LegEnd(StrEnum):
-    """How a prefill leg ended; the metric's label."""
-
-    DONE = "done"
-    UNREACHABLE = "unreachable"  # it could not be sent
-    LOST = "lost"  # the worker's session broke
-    REFUSED = "refused"  # the worker did not take it
-    FAILED = "failed"  # the worker took it and failed
-    ABORTED = "aborted"  # the worker gave it up
-    NO_HANDLE = "no_handle"  # it is done, and nothing says where the KV is
-    INVALID = "invalid"  # the client's mistake
-    LEFT = "left"  # nobody waits for it any more
-
-
-@dataclass(slots=True)
-class PrefillLeg:
-    """A prompt on a prefill worker, and then its KV on the way to another. Times on the loop's
-    clock.
-    """
-
-    request_id: str
-    placement: Placement
-    began: float
-    ended: float | None = None
-    cached_tokens: int = 0
-    transfer: Transfer | None = None
-    answered: bool = False
-    """True from the decode leg's first tokens on."""
-
-    def take(self, news: News, now: float) -> LegEnd | None:
-        """Adds news; how it ended, None while it runs."""
-        if news.cached_tokens is not None:
-            self.cached_tokens = news.cached_tokens
-        if news.ended is None and news.error is None:
-            return None
-        self.ended = now
-        match news:
-            case News(error=InvalidRequest(field=at)) if at not in _OUR_FIELDS:
-                return LegEnd.INVALID
-            case News(error=WorkerLost()):
-                return LegEnd.LOST
-            case News(error=ForebayError(reason=reason)):
-                return LegEnd.REFUSED if reason in _NOT_TAKEN else LegEnd.FAILED
-            case News(ended=Ended.ABORT):
-                return LegEnd.ABORTED
-        self.transfer = news.transfer
-        return LegEnd.DONE if self.transfer is not None else LegEnd.NO_HANDLE
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """Who gave a choice its first tokens, and what was cached of its prompt."""
-
-    by: Placement
-    cached_tokens: int
-    """Prompt tokens that neither leg computed."""
-    predicted_cached_tokens: int
-    prefilled_by: str = ""
-    """The worker whose KV it began with; empty: none."""
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """One choice, over all attempts to produce it."""
-
-    index: int
-    prompt: Prompt
-    sampling: Sampling
-    choice: Choice
-    request_id: str = ""
-    """Of the leg that runs; empty, or that of the last one, when none does."""
-    placement: Placement | None = None
-    booked: bool = False
-    """Whether that placement is still to be used, or given back."""
-    migrations: int = 0
-    excluded: set[str] = field(default_factory=set)
-    leg: PrefillLeg | None = None
-    """Of the present attempt, until that is over."""
-    prefills: int = 0
-    answered: Answered | None = None
-    """The attempt that gave the first tokens: later ones recompute what was already answered."""
-
-    @property
-    def predicted_cached_tokens(self) -> int:
-        """What the router expected, of the leg that computes (or computed) the prompt."""
-        if self.answered is not None:
-            return self.answered.predicted_cached_tokens
-        if self.leg is not None:
-            return self.leg.placement.predicted_cached_tokens
-        return self.placement.predicted_cached_tokens if self.placement is not None else 0
 
 
 class Legs:
@@ -208,23 +93,28 @@ class Legs:
                 if attempt >= _MAX_REFUSALS:
                     raise to_api_error(exc) from exc
 
-    async def prefill_news(self, sequence: SequenceState, news: News) -> bool:
-        """Takes news of a prefill leg, and starts the decode leg when that has ended; False: they
-        are not of one. Raises ApiError.
+    async def prefill_news(self, sequence: SequenceState, news: News) -> None:
+        """Takes news of a running prefill leg; starts the decode leg when it has ended. Raises
+        ApiError.
         """
         leg = sequence.leg
-        if leg is None or leg.ended is not None:
-            return False
+        assert leg is not None, "news of no prefill leg"
         end = leg.take(news, self._now())
         if end is None:
-            return True
+            return
         self._count(leg, end)
         if end is LegEnd.INVALID:
             assert news.error is not None
             raise to_api_error(news.error)
         if end is LegEnd.DONE:
-            self._metrics.prefill_seconds.labels(self._job.served.name).observe(
-                self._now() - leg.began
+            seconds = self._now() - leg.began
+            self._metrics.prefill_seconds.labels(self._job.served.name).observe(seconds)
+            log.debug(
+                "prefilled",
+                request_id=self._job.caller.request_id,
+                worker=leg.placement.worker.id,
+                cached_tokens=leg.cached_tokens,
+                seconds=seconds,
             )
             self._unlist(sequence)
         else:
@@ -235,7 +125,6 @@ class Legs:
         except WorkerLost:
             self.forget(sequence)
             await self.launch([sequence])
-        return True
 
     def first_tokens(self, sequence: SequenceState, news: News) -> None:
         """Notes whose work the first tokens of an attempt are."""
@@ -271,13 +160,13 @@ class Legs:
         if leg is None or leg.transfer is None or leg.answered:
             return False
         self._metrics.transfers.labels("failed").inc()
-        if error.reason in _NOT_TAKEN:
+        if not_begun(error):
             leg.transfer.given = False  # it can be let go of
         if is_retryable(error) or isinstance(error, DeadlineExceeded):
             return False
         if isinstance(error, FailedPrecondition) and error.reason == "RESUME_UNSUPPORTED":
             return False
-        if isinstance(error, InvalidRequest) and error.field not in _OUR_FIELDS:
+        if is_clients_mistake(error):
             return False
         sequence.prefills = _MAX_PREFILLS
         return True

@@ -18,10 +18,11 @@ from services.common.errors import FailedPrecondition, Unavailable
 from services.common.telemetry.logging import get_logger
 from services.gateway.core.choice import Choice, ChoiceDelta, EndOfSequence
 from services.gateway.core.usage import Usage
-from services.gateway.legs import Legs, SequenceState
+from services.gateway.legs import Legs
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.ports import Ended, Inbox, News, Placement, Placer, WorkerPool
 from services.gateway.prepare import Job
+from services.gateway.sequence import SequenceState
 from services.gateway.upstream import is_retryable, to_api_error
 
 log = get_logger(__name__)
@@ -118,7 +119,8 @@ class Generation:
                 sequence = self._legs.of(request_id)
                 if sequence is None:
                     continue  # of an attempt that is over
-                if await self._legs.prefill_news(sequence, news):
+                if sequence.prefilling:
+                    await self._legs.prefill_news(sequence, news)
                     continue
                 delta = self._absorb(sequence, news)
                 if delta is not None:

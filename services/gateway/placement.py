@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from services.common.cards import Role
 from services.common.errors import ForebayError, Overloaded, Unavailable
 from services.common.ids import AttemptId, new_id
 from services.common.telemetry.logging import get_logger
@@ -28,7 +29,8 @@ class RouterClient(Protocol):
 
 
 class RoutedPlacer:
-    """Asks a router first and falls back to the least loaded worker of the model.
+    """Asks a router first and falls back to the least loaded worker of the model, for all of a
+    request: it never names one to prefill.
 
     It also falls back when the router sees no worker but we do (a router that has just started
     knows less than a gateway with living sessions), and when its decision fails: placement is a
@@ -75,7 +77,16 @@ class RoutedPlacer:
         fit = fit or [c for c in every if c.connected]
         if not fit:
             return None
-        best = min(fit, key=lambda c: (not c.connected, c.in_flight, self._rng.random()))
+        # One that is there for prompts decodes as well, when nobody else is there.
+        best = min(
+            fit,
+            key=lambda c: (
+                c.role is Role.PREFILL,
+                not c.connected,
+                c.in_flight,
+                self._rng.random(),
+            ),
+        )
         return Placement(
             attempt_id=AttemptId(new_id("att")),
             worker=best.worker,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from services.common.cards import Holder
+from services.common.cards import Holder, Role
 from services.common.errors import ForebayError, Unavailable
 from services.common.ids import AttemptId, BlockKey
 from services.gateway.core.logprobs import TokenLogprobs
@@ -89,6 +89,7 @@ class Candidate:
     in_flight: int
     labels: Mapping[str, str] = field(default_factory=dict)
     """Of the worker's record."""
+    role: Role = Role.BOTH
 
 
 class Placer(Protocol):

@@ -24,6 +24,29 @@ _PARAMS = {
     "prior_output_token_ids": "prompt",
     "adapter": "model",
 }
+_OUR_FIELDS = frozenset({"prefill_only", "transfer"})
+"""What no client has set."""
+_NOT_BEGUN = frozenset(
+    {
+        "DRAINING",
+        "INVALID_REQUEST",
+        "MODEL_NOT_FOUND",
+        "OVERLOADED",
+        "RESUME_UNSUPPORTED",
+        "STARTING",
+        "UNSUPPORTED",
+    }
+)
+
+
+def is_clients_mistake(error: ForebayError) -> bool:
+    """Whether the request can't be right anywhere, and not by what we added to it."""
+    return isinstance(error, InvalidRequest) and error.field not in _OUR_FIELDS
+
+
+def not_begun(error: ForebayError) -> bool:
+    """Whether a worker that answers so did not begin with the request."""
+    return error.reason in _NOT_BEGUN
 
 
 def is_retryable(error: ForebayError) -> bool:

@@ -1,6 +1,7 @@
 """A prompt on one worker, its decode on another: what goes wrong costs time, never the answer."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from services.gateway.core.sampling import Sampling
 from services.gateway.errors import ApiError, BadRequest, UpstreamFailed
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline import Generation, Pipeline
-from services.gateway.ports import Ended, Wishes, Work, WorkerLost
+from services.gateway.ports import Ask, Ended, Placement, Wishes, Work, WorkerLost
 from services.gateway.prepare import Caller, Job, Prompt
 from tests.fakes.pool import FakePlacer, FakePool, placement
 
@@ -57,6 +58,8 @@ class Rig:
     registry: CollectorRegistry
     generation: Generation | None = None
     text: dict[int, str] = field(default_factory=dict)
+    said: dict[str, int] = field(default_factory=dict)
+    """Letters of each decode leg so far, prior ones included."""
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"forebay_gateway_{name}", labels) or 0.0
@@ -539,3 +542,95 @@ async def test_adapters_go_along() -> None:
     async with running(a_job, FakePlacer(placement("d", "p"))) as r:
         _, leg = await r.pool.next(1)
         assert leg.adapter == "org/lora"
+
+
+class Chaos(FakePlacer):
+    """Names one of three pairs, or one worker for all."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__()
+        self.dice = dice
+        self.given: list[Placement] = []
+
+    async def place(self, ask: Ask) -> Placement:
+        self.asks.append(ask)
+        await asyncio.sleep(0)
+        prefill = self.dice.choice(["p", "q", ""])
+        made = placement(self.dice.choice("def"), "" if ask.whole else prefill)
+        self.given.append(made)
+        return made
+
+
+async def live(r: Rig, dice: random.Random, handles: list[str]) -> None:
+    """Lets the workers say something, anything, to one sequence after the other."""
+    while not r.task.done():
+        for _ in range(dice.randrange(4)):
+            await asyncio.sleep(0)
+        lost = {w: WorkerLost("no", refused=dice.random() < 0.5) for w in "pqdef"}
+        r.pool.unreachable = {w: x for w, x in lost.items() if dice.random() < 0.1}
+        r.pool.writing = dice.random() < 0.8
+        if dice.random() < 0.02:
+            r.task.cancel()
+        running = list(r.pool.running.values())
+        if not running:
+            await asyncio.sleep(0)
+            continue
+        work = dice.choice(running)
+        dies = dice.random()
+        if dies < 0.08:
+            r.pool.say(work, error=LOST)
+        elif dies < 0.12:
+            r.pool.say(work, ended=Ended.ABORT)
+        elif dies < 0.16:
+            reason = dice.choice(["DRAINING", "ENGINE_DEAD"])
+            r.pool.say(work, ended=Ended.ERROR, error=Unavailable("", reason=reason))
+        elif dies < 0.20 and (work.transfer or work.prefill_only) and work.request_id not in r.said:
+            r.pool.say(work, ended=Ended.ERROR, error=Internal("", reason="ENGINE_ERROR"))
+        elif work.prefill_only and dies < 0.9:
+            handles.append(f"kv-{work.request_id}")
+            r.pool.prefilled(work)
+        elif work.prefill_only:
+            r.pool.say(work, 7, ended=Ended.LENGTH)
+        else:
+            said = r.said.setdefault(work.request_id, len(work.prior))
+            r.said[work.request_id] = said + 1
+            end = Ended.LENGTH if said == 3 else None
+            used = 69 if work.transfer is not None and dice.random() < 0.8 else 0
+            cached = None if said > len(work.prior) else max(used, 3)
+            r.pool.say(work, ord("abcd"[said]), cached=cached, transferred=used, ended=end)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_happens_nothing_is_left(seed: int) -> None:
+    """Every answer is right or an error that may be told, and nobody holds anything for it."""
+    dice = random.Random(seed)
+    whole = left = failed = 0
+    for _ in range(50):
+        handles: list[str] = []
+        placer = Chaos(dice)
+        prompts = dice.choice([1, 1, 2])
+        async with running(job(prompts=prompts), placer) as r:
+            await live(r, dice, handles)
+            (outcome,) = await asyncio.gather(r.task, return_exceptions=True)
+            if outcome is None:
+                assert r.text == {i: "abcd" for i in range(prompts)}
+                whole += 1
+            elif isinstance(outcome, asyncio.CancelledError):
+                left += 1
+            else:
+                assert isinstance(outcome, ApiError) and outcome.status == 503, outcome
+                failed += 1
+            r.assert_nothing_left()
+            told = {w.transfer.name for _, w in r.pool.started if w.transfer and w.transfer.given}
+            assert len(r.pool.let_go) == len(set(r.pool.let_go))
+            assert told | set(r.pool.let_go) == set(handles)
+            sent = {w.attempt_id for _, w in r.pool.started}
+            back = [p.attempt_id for p, _ in placer.released]
+            assert len(back) == len(set(back))
+            for made in placer.given:
+                assert (made.attempt_id in sent) != (made.attempt_id in back)
+                if made.prefill is not None:
+                    assert {made.prefill.attempt_id} & {*sent, *back}
+            legs = [w for _, w in r.pool.started if w.prefill_only]
+            assert len(legs) <= 2 * prompts
+    assert whole > 20 and left + failed > 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.cards import Holder
+from services.common.cards import Holder, Role
 from services.common.errors import NotFound, Overloaded, Unavailable
 from services.gateway.placement import RoutedPlacer
 from services.gateway.ports import Ask, Candidate, PlacedBy, Placement, Wishes
@@ -52,6 +52,18 @@ async def test_ties_are_spread() -> None:
 async def test_connected_ones_first() -> None:
     made, _ = placer(worker("a", 0, connected=False), worker("b", 9))
     assert (await made.place(ASK)).worker.id == "b"
+
+
+async def test_prefill_workers_last() -> None:
+    """Whole requests go to them when nobody else is there."""
+    prefill = replace(worker("p"), role=Role.PREFILL)
+    made, _ = placer(prefill, replace(worker("d", 9), role=Role.DECODE))
+    placement = await made.place(ASK)
+    assert placement.worker.id == "d" and placement.prefill is None
+    made, _ = placer(prefill, worker("b", 9, connected=False))
+    assert (await made.place(ASK)).worker.id == "b"
+    made, _ = placer(prefill)
+    assert (await made.place(ASK)).worker.id == "p"
 
 
 async def test_excluded() -> None:
