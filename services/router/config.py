@@ -6,7 +6,7 @@ from pydantic import Field
 
 from services.common.settings import ServiceSettings, settings_config
 from services.router.core.admission import AdmissionConfig
-from services.router.core.apart import ApartConfig
+from services.router.core.apart import ApartConfig, Disagg
 from services.router.core.cost import CostModel
 from services.router.core.lives import Liveness
 from services.router.core.onboard import OnboardDefaults
@@ -67,6 +67,8 @@ class RouterSettings(ServiceSettings):
     """Whether kvbm daemons are told to bring up what a placed request will want."""
     learn_rates: bool = True
     """Whether rates of prefills, decodes and transfers are learned from events."""
+    disagg: Disagg = Disagg.AUTO
+    """When one worker prefills and another decodes: auto (if it pays), always, or never."""
     disagg_min_tokens: int = Field(default=_APART.min_tokens, ge=0)
     """Requests with fewer prompt tokens to compute are never prefilled by another worker."""
     stall_weight: float = Field(default=_APART.stall_weight, ge=0)
@@ -125,7 +127,9 @@ class RouterSettings(ServiceSettings):
                 learn=self.learn_rates,
             ),
             onboard=OnboardDefaults(self.g2_speedup, self.g3_speedup, self.g4_speedup),
-            apart=ApartConfig(self.stall_weight, self.disagg_min_tokens, self.handover_s),
+            apart=ApartConfig(
+                self.disagg, self.stall_weight, self.disagg_min_tokens, self.handover_s
+            ),
             transfers=TransferDefaults(
                 self.transfer_latency_s, self.transfer_tokens_per_s, self.learn_rates
             ),

@@ -33,10 +33,20 @@ _LEVEL_S = 1e-6
 """Costs within this are equal."""
 
 
+class Disagg(StrEnum):
+    """When prefill and decode go apart."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True)
 class ApartConfig:
     """What tunes the comparison."""
 
+    when: Disagg = Disagg.AUTO
+    """Always: wherever there is a way, whatever it costs."""
     stall_weight: float = 1.0
     """Seconds that a second of each held up decode counts for."""
     min_tokens: int = 256
@@ -48,6 +58,7 @@ class ApartConfig:
 class Obstacle(StrEnum):
     """Why there is no way apart."""
 
+    NEVER = "this router takes no requests apart"
     ASKED = "the request asks for one worker"
     SHORT = "the prompt is short"
     CACHED = "the prompt is mostly cached"

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.router.core.answers import PathScore, Query, Scored
-from services.router.core.apart import ApartConfig, Limits, Obstacle, Pairing, Path, path_score
+from services.router.core.apart import (
+    ApartConfig,
+    Disagg,
+    Limits,
+    Obstacle,
+    Pairing,
+    Path,
+    path_score,
+)
 from services.router.core.books import Books
 from services.router.core.choice import Choice, Page, Verdict
 from services.router.core.cost import Candidate, CostModel
@@ -43,6 +51,8 @@ class Decision:
     ask: Ask
     verdict: Verdict
     limits: Limits
+    always: bool = False
+    """Whether the way apart is taken wherever there is one."""
     whole: Path | None = None
     """None: it was not looked at."""
     apart: Path | Obstacle | None = None
@@ -57,7 +67,8 @@ class Decision:
     def split(self) -> Path | None:
         """The way apart, if that is taken."""
         if isinstance(self.apart, Path) and self.whole is not None:
-            return self.apart if self.apart.pays_beside(self.whole) else None
+            pays = self.always or self.apart.pays_beside(self.whole)
+            return self.apart if pays else None
         return None
 
 
@@ -77,6 +88,7 @@ class Decider:
         self._books = books
         self._policy = policy
         self._kv = policy.name is PolicyName.KV
+        self._when = apart.when
         self._pairing = Pairing(apart, cost, books.transfers)
         self._sessions = sessions
         self._session_wait_s = session_wait_s
@@ -92,13 +104,16 @@ class Decider:
     ) -> Iterator[Decision]:
         """The decision, and until it is left all that it rests on, in the candidates."""
         prompt = self._books.prompt(query.keys, query.prompt_tokens, query.block_size, now)
-        pool = self._books.choices.pool(query, choice, now)
+        pool = None
+        if self._when is not Disagg.NEVER:
+            pool = self._books.choices.pool(query, choice, now)
         try:
             self._write(choice, pool, query, prompt)
             ask = Ask(now, query.keys, query.block_size or 1, self._lot)
             limits = Limits(now, max_wait_s, spared)
             verdict = self._judge(choice, query, ask, limits)
-            decision = Decision(choice, query, prompt, ask, verdict, limits)
+            always = self._when is Disagg.ALWAYS
+            decision = Decision(choice, query, prompt, ask, verdict, limits, always)
             if pool is not None and verdict.in_time:
                 self._look_apart(decision, pool)
             yield decision
@@ -133,7 +148,9 @@ class Decider:
         """The two ways to serve it; None where no worker prefills for others."""
         split, apart = decision.split, decision.apart
         whole = decision.whole or self._pairing.whole(decision.page, decision.ask.now)
-        if decision.query.whole and self._books.choices.prefillers:
+        if self._when is Disagg.NEVER and self._books.choices.prefillers:
+            apart = Obstacle.NEVER
+        elif decision.query.whole and self._books.choices.prefillers:
             apart = Obstacle.ASKED
         elif apart is None and self._books.choices.prefillers:
             apart = self._pairing.hindrance(decision.page) or Obstacle.BUSY

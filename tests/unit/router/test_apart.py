@@ -28,7 +28,7 @@ from services.router.core.answers import (
     Transfer,
     TransferResult,
 )
-from services.router.core.apart import ApartConfig
+from services.router.core.apart import ApartConfig, Disagg
 from services.router.core.nodes import NodeInfo
 from services.router.core.placement import CoreConfig, RouterCore
 from services.router.core.policies import PolicyName
@@ -105,6 +105,25 @@ class Pools(Rig):
 
     def view(self, id: str) -> Any:
         return next(w.load for w in self.core.workers(self.now) if w.info.id == id)
+
+
+class TestWhenAsked:
+    def test_always_asks_no_price(self) -> None:
+        rig = Pools()
+        assert rig.pair()[0] == "", "nobody decodes, so one worker does it sooner"
+        always = replace(CONFIG.apart, when=Disagg.ALWAYS)
+        rig = Pools(apart=always)
+        assert rig.pair() == ("p0", "d0")
+        whole, apart = rig.ways()
+        assert (whole.chosen, apart.chosen) == (False, True)
+        assert rig.pair(whole=True)[0] == ""
+
+    def test_never_is_never(self) -> None:
+        rig = Pools(apart=replace(CONFIG.apart, when=Disagg.NEVER))
+        rig.decodes("d0", 30)
+        assert rig.pair() == ("", "d0")
+        _, apart = rig.ways()
+        assert apart.reason == "this router takes no requests apart"
 
 
 class TestPairing:
