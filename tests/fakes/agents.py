@@ -14,6 +14,7 @@ class FakeHandle:
 
     _agent: Any
     released: bool = False
+    posted: bool = False
     _released: bool = False
     state: str = "PROC"
 
@@ -80,6 +81,7 @@ class FakeAgent:
         return handle
 
     def transfer(self, handle: FakeHandle) -> str:
+        handle.posted = True
         return "PROC"
 
     def check_xfer_state(self, handle: FakeHandle) -> str:

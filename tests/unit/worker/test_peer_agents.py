@@ -1,6 +1,8 @@
 """An agent for each peer: one peer's trouble is not the others'; and what ends a read."""
 
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -34,13 +36,18 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(monkeypatch)
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    bench = Bench(monkeypatch)
+    yield bench
+    bench.agents.close()
 
 
-def ended(agent: FakeAgent) -> None:
-    """Waits for an agent's end: a thread brings it about."""
-    assert agent.ended.wait(5)
+def until(condition: Callable[[], object]) -> None:
+    """Waits for what the thread brings about."""
+    deadline = time.perf_counter() + 5
+    while not condition():
+        assert time.perf_counter() < deadline
+        time.sleep(0.0005)
 
 
 def test_each_peer_has_an_agent_with_the_same_memory(bench: Bench) -> None:
@@ -59,7 +66,7 @@ def test_a_read_ends_well(bench: Bench) -> None:
     transfer = bench.read("one")
     assert bench.agents.check_xfer_state(transfer) == "PROC"
     bench.made[0].handles[0].state = "DONE"
-    assert bench.agents.check_xfer_state(transfer) == "DONE"
+    until(lambda: bench.agents.check_xfer_state(transfer) == "DONE")
     assert bench.agents.get_xfer_telemetry(transfer) == "telemetry"
     bench.agents.release_xfer_handle(transfer)
     assert bench.made[0].handles[0].released
@@ -73,17 +80,16 @@ def test_a_late_read_is_an_error_only_when_its_agent_is_gone(bench: Bench) -> No
     agent = bench.made[0]
     assert agent.agent is not None
     agent.agent.hold = gate
+    until(lambda: bench.made[0].handles[0].posted)
     bench.now = 2.5
-    assert bench.agents.check_xfer_state(transfer) == "PROC"
-    assert not bench.agents.check_remote_metadata("one")
+    until(lambda: not bench.agents.check_remote_metadata("one"))
     with pytest.raises(KeyError):
         bench.agents.send_notif("one", b"x")
     # The destruction is under way: what it reads into is not free yet.
     assert bench.agents.check_xfer_state(transfer) == "PROC"
     gate.set()
-    ended(agent)
-    while bench.agents.fences == 0:
-        pass
+    until(lambda: bench.agents.fences == 1)
+    assert agent.ended.is_set()
     assert bench.agents.check_xfer_state(transfer) == "ERR"
     bench.agents.release_xfer_handle(transfer)
     assert not agent.handles[0].released, "its agent knows it no more"
@@ -93,10 +99,8 @@ def test_an_error_of_the_transport_is_fenced_too(bench: Bench) -> None:
     bench.agents.add_remote_agent(b"one")
     first, second = bench.read("one"), bench.read("one")
     bench.made[0].handles[0].state = "ERR"
-    assert bench.agents.check_xfer_state(first) == "PROC"
-    ended(bench.made[0])
-    while bench.agents.fences == 0:
-        pass
+    until(lambda: bench.agents.fences == 1)
+    assert bench.made[0].ended.is_set()
     assert bench.agents.check_xfer_state(first) == "ERR"
     assert bench.agents.check_xfer_state(second) == "ERR"
 
@@ -106,10 +110,9 @@ def test_one_peers_fence_leaves_others_alone(bench: Bench) -> None:
     bench.agents.add_remote_agent(b"two")
     bad, good = bench.read("one"), bench.read("two")
     bench.made[0].handles[0].state = "ERR"
-    bench.agents.check_xfer_state(bad)
-    ended(bench.made[0])
+    until(lambda: bench.agents.check_xfer_state(bad) == "ERR")
     bench.made[1].handles[0].state = "DONE"
-    assert bench.agents.check_xfer_state(good) == "DONE"
+    until(lambda: bench.agents.check_xfer_state(good) == "DONE")
     assert not bench.made[1].ended.is_set()
 
 
@@ -127,7 +130,9 @@ def test_a_peer_that_is_removed_can_come_again(bench: Bench) -> None:
 
 def test_notices_come_to_our_own_agent(bench: Bench) -> None:
     bench.own.inbox = {"somebody": [b"req:1"]}
-    assert bench.agents.get_new_notifs() == {"somebody": [b"req:1"]}
+    heard: dict[str, list[bytes]] = {}
+    until(lambda: heard.update(bench.agents.get_new_notifs()) or heard)
+    assert heard == {"somebody": [b"req:1"]}
     bench.agents.add_remote_agent(b"one")
     bench.agents.send_notif("one", b"HB:req")
     assert bench.made[0].notices == [("one", b"HB:req")]

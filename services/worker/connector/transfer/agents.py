@@ -4,12 +4,16 @@ vLLM's NixlConnector knows a single agent. `PeerAgents` looks like it and is sev
 the memory that others read and hears their notices; what is read from a peer goes through an agent
 that serves that peer alone. So a read that doesn't end can be ended: destroying an agent is the
 only thing that keeps NIXL from writing later (releasing a handle is not), and it concerns one peer.
+
+NIXL's own progress threads spin, each on a core of its own: agents are made without. A thread here
+drives all of them, hard while something is read, now and then while nothing is.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +21,12 @@ from typing import Any
 from services.common.telemetry.logging import get_logger
 
 LOCAL = "NIXL_INIT_AGENT"
+_READING_PAUSE_S = 0.0001
+"""Between two looks while something is read; others get the processor."""
+_EAGER_PAUSE_S = 0.001
+"""... while somebody is expected to read from us: over TCP it is we who send."""
+_IDLE_PAUSE_S = 0.02
+_STOP_TIMEOUT_S = 5.0
 log = get_logger(__name__)
 
 
@@ -37,43 +47,63 @@ class RemoteList:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A read from a peer. Without a `handle` it is over, since its agent is destroyed."""
+    """A read from a peer. `state` is the last that was seen of it: "PROC", "DONE" or "ERR"."""
 
     peer: Peer
     handle: Any
+    state: str = "PROC"
+    posted: bool = False
     until_s: float = 0.0
+    telemetry: Any = None
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One remote agent, and the local one that reads from it."""
+    """One remote agent, and the local one that reads from it. `lock` is held for calls to it."""
 
     name: str
     agent: Any
-    """None once it is destroyed: nothing that it began can write any more."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
     local: dict[LocalList, Any] = field(default_factory=dict)
     remote: list[RemoteList] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-    fencing: bool = False
+    ending: bool = False
+    """Its agent is about to go."""
+    gone: bool = False
+    """It has gone: nothing that it began can write any more."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether its agent is there, and not about to go."""
+        return not self.ending
 
 
 class PeerAgents:
     """Looks like a `nixl_agent` to vLLM. For the engine's thread; `add_remote_agent` for another.
 
-    `own` is an agent, `make` makes further ones. A read that takes longer than `timeout_s` ends as
-    failed, with all others from that peer, when its agent is destroyed.
+    `own` is an agent, `make` makes further ones, without threads of their own. A read that takes
+    longer than `timeout_s` ends as failed, with all others from that peer, when its agent is
+    destroyed. `close` ends the thread.
     """
 
     def __init__(self, own: Any, make: Callable[[], Any], timeout_s: float) -> None:
         self._own = own
+        self._own_lock = threading.Lock()
         self._make = make
         self._timeout_s = timeout_s
         self._registered: list[tuple[Any, Sequence[str]]] = []
         self._peers: dict[str, Peer] = {}
+        self._notices: deque[tuple[str, list[bytes]]] = deque()
+        self.eager = False
+        """Whether somebody is expected to read from us."""
         self.fences = 0
         """Agents that were destroyed to end their reads, so far."""
         self.fence_s = 0.0
         """Longest time that took, in seconds."""
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._drive, name="nixl-progress", daemon=True)
+        self._thread.start()
 
     # Memory: registered with every agent.
 
@@ -88,18 +118,21 @@ class PeerAgents:
     def register_memory(self, descs: Any, *, backends: Sequence[str] = ()) -> Any:
         """As nixl_agent's; agents made later register the same."""
         self._registered.append((descs, tuple(backends)))
-        return self._own.register_memory(descs, backends=list(backends))
+        with self._own_lock:
+            return self._own.register_memory(descs, backends=list(backends))
 
     def deregister_memory(self, descs: Any) -> None:
         """As nixl_agent's; ends all reads."""
         for name in list(self._peers):
             self.remove_remote_agent(name)
         self._registered = [entry for entry in self._registered if entry[0] is not descs]
-        self._own.deregister_memory(descs)
+        with self._own_lock:
+            self._own.deregister_memory(descs)
 
     def get_agent_metadata(self) -> bytes:
         """What peers need to read from us."""
-        return bytes(self._own.get_agent_metadata())
+        with self._own_lock:
+            return bytes(self._own.get_agent_metadata())
 
     # Peers.
 
@@ -116,24 +149,30 @@ class PeerAgents:
     def remove_remote_agent(self, name: str) -> None:
         """Destroys a peer's agent. Its reads are over when this returns."""
         peer = self._peers.pop(name, None)
-        if peer is not None and peer.agent is not None and not peer.fencing:
+        if peer is not None and peer.usable:
+            peer.ending = True
             self._destroy(peer)
 
     def check_remote_metadata(self, name: str) -> bool:
         """Whether there is an agent for that peer, in working order."""
         peer = self._peers.get(name)
-        return peer is not None and peer.agent is not None and not peer.fencing
+        return peer is not None and peer.usable
 
     def send_notif(self, name: str, notif_msg: bytes) -> None:
         """As nixl_agent's. Raises KeyError for a peer whose agent is gone."""
         peer = self._peers[name]
-        if peer.agent is None or peer.fencing:
-            raise KeyError(name)
-        peer.agent.send_notif(name, notif_msg=notif_msg)
+        with peer.lock:
+            if not peer.usable:
+                raise KeyError(name)
+            peer.agent.send_notif(name, notif_msg=notif_msg)
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        """What peers tell us."""
-        return dict(self._own.get_new_notifs())
+        """What peers told us since the last call."""
+        told: dict[str, list[bytes]] = {}
+        while self._notices:
+            name, messages = self._notices.popleft()
+            told.setdefault(name, []).extend(messages)
+        return told
 
     # Reads.
 
@@ -142,22 +181,25 @@ class PeerAgents:
         if name == LOCAL:
             return LocalList(descs)
         peer = self._peers[name]
-        made = RemoteList(peer, peer.agent.prep_xfer_dlist(name, descs))
-        peer.remote.append(made)
+        with peer.lock:
+            made = RemoteList(peer, peer.agent.prep_xfer_dlist(name, descs))
+            peer.remote.append(made)
         return made
 
     def release_dlist_handle(self, handle: LocalList | RemoteList) -> None:
         """As nixl_agent's."""
         if isinstance(handle, LocalList):
-            for peer in self._peers.values():
-                made = peer.local.pop(handle, None)
-                if made is not None and peer.agent is not None and not peer.fencing:
-                    peer.agent.release_dlist_handle(made)
+            for peer in list(self._peers.values()):
+                with peer.lock:
+                    made = peer.local.pop(handle, None)
+                    if made is not None and peer.usable:
+                        peer.agent.release_dlist_handle(made)
             return
         peer = handle.peer
-        if handle in peer.remote and peer.agent is not None and not peer.fencing:
-            peer.remote.remove(handle)
-            peer.agent.release_dlist_handle(handle.handle)
+        with peer.lock:
+            if handle in peer.remote and peer.usable:
+                peer.remote.remove(handle)
+                peer.agent.release_dlist_handle(handle.handle)
 
     def make_prepped_xfer(
         self,
@@ -170,81 +212,132 @@ class PeerAgents:
     ) -> Transfer:
         """As nixl_agent's. Raises KeyError for a peer whose agent is gone."""
         peer = remote.peer
-        if peer.agent is None or peer.fencing:
-            raise KeyError(peer.name)
-        mine = peer.local.get(local)
-        if mine is None:
-            mine = peer.local[local] = peer.agent.prep_xfer_dlist(LOCAL, local.descs)
-        handle = peer.agent.make_prepped_xfer(
-            operation, mine, local_ids, remote.handle, remote_ids, notif_msg=notif_msg
-        )
-        made = Transfer(peer, handle)
-        peer.transfers.append(made)
+        with peer.lock:
+            if not peer.usable:
+                raise KeyError(peer.name)
+            mine = peer.local.get(local)
+            if mine is None:
+                mine = peer.local[local] = peer.agent.prep_xfer_dlist(LOCAL, local.descs)
+            handle = peer.agent.make_prepped_xfer(
+                operation, mine, local_ids, remote.handle, remote_ids, notif_msg=notif_msg
+            )
+            made = Transfer(peer, handle)
+            peer.transfers.append(made)
         return made
 
     def transfer(self, transfer: Transfer) -> str:
-        """As nixl_agent's."""
+        """As nixl_agent's; begun by the thread, since a copy between processes may be all done in
+        this call.
+        """
         transfer.until_s = time.monotonic() + self._timeout_s
-        return str(transfer.peer.agent.transfer(transfer.handle))
+        self._wake.set()
+        return "PROC"
 
     def check_xfer_state(self, transfer: Transfer) -> str:
-        """ "DONE", "PROC", or "ERR" once it is certain that it writes nothing any more."""
-        peer = transfer.peer
-        if peer.agent is None:
-            return "ERR"
-        if peer.fencing:
-            return "PROC"
-        state = str(peer.agent.check_xfer_state(transfer.handle))
-        if state == "DONE":
-            return state
-        if state != "PROC" or time.monotonic() >= transfer.until_s:
-            # An error of the transport isn't known to have stopped what was under way either.
-            log.warning("reads from a peer are ended", peer=peer.name, state=state)
-            self._fence(peer)
-        return "PROC"
+        """`DONE`, `PROC`, or `ERR` once it is certain that it writes nothing any more."""
+        if transfer.state == "DONE":
+            return "DONE"
+        return "ERR" if transfer.peer.gone else "PROC"
 
     def get_xfer_telemetry(self, transfer: Transfer) -> Any:
         """As nixl_agent's."""
-        return transfer.peer.agent.get_xfer_telemetry(transfer.handle)
+        return transfer.telemetry
 
     def release_xfer_handle(self, transfer: Transfer) -> None:
         """As nixl_agent's; one that isn't over ends when its agent is destroyed."""
         peer = transfer.peer
-        if transfer in peer.transfers and not peer.fencing:
-            peer.transfers.remove(transfer)
-            if peer.agent is not None:
+        with peer.lock:
+            if transfer in peer.transfers and peer.usable:
+                peer.transfers.remove(transfer)
                 peer.agent.release_xfer_handle(transfer.handle)
 
+    def close(self) -> None:
+        """Ends the thread; agents are driven no more."""
+        self._stopped = True
+        self._wake.set()
+        self._thread.join(_STOP_TIMEOUT_S)
+
+    # The thread.
+
+    def _drive(self) -> None:
+        while not self._stopped:
+            try:
+                reading = self._look()
+            except Exception:  # the thread's boundary: reads that nobody drives end as late
+                log.exception("looking after transfers failed")
+                reading = False
+            pause = _EAGER_PAUSE_S if self.eager else _IDLE_PAUSE_S
+            self._wake.wait(_READING_PAUSE_S if reading else pause)
+            self._wake.clear()
+
+    def _look(self) -> bool:
+        """Lets all agents make progress; whether something is being read."""
+        with self._own_lock:
+            told = self._own.get_new_notifs()
+        for name, messages in told.items():
+            self._notices.append((name, list(messages)))
+        reading = False
+        for peer in list(self._peers.values()):
+            with peer.lock:
+                if peer.usable:
+                    reading |= self._look_at(peer)
+        return reading
+
+    def _look_at(self, peer: Peer) -> bool:
+        now = time.monotonic()
+        reading = False
+        for transfer in peer.transfers:
+            if transfer.state == "DONE" or not transfer.until_s:
+                continue
+            if not transfer.posted:
+                transfer.posted = True
+                state = str(peer.agent.transfer(transfer.handle))
+            else:
+                state = str(peer.agent.check_xfer_state(transfer.handle))
+            if state == "DONE":
+                transfer.telemetry = peer.agent.get_xfer_telemetry(transfer.handle)
+                transfer.state = state
+            elif state != "PROC" or now >= transfer.until_s:
+                # An error of the transport isn't known to have stopped what was under way either.
+                log.warning("reads from a peer are ended", peer=peer.name, state=state)
+                self._fence(peer)
+                return False
+            else:
+                reading = True
+        return reading
+
     def _fence(self, peer: Peer) -> None:
-        """Destroys an agent beside the engine, which may take a while."""
-        peer.fencing = True
+        """Destroys an agent beside all others, which may take a while."""
+        peer.ending = True
         threading.Thread(
-            target=self._destroy, args=(peer,), name=f"nixl-fence-{peer.name[:8]}", daemon=True
+            target=self._ended, args=(peer,), name=f"nixl-fence-{peer.name[:8]}", daemon=True
         ).start()
 
-    def _destroy(self, peer: Peer) -> None:
+    def _ended(self, peer: Peer) -> None:
         began = time.monotonic()
-        fenced = peer.fencing
-        agent = peer.agent
-        for transfer in peer.transfers:
+        self._destroy(peer)
+        seconds = time.monotonic() - began
+        self.fences += 1
+        self.fence_s = max(self.fence_s, seconds)
+        log.info("an agent is gone", peer=peer.name, seconds=seconds)
+
+    def _destroy(self, peer: Peer) -> None:
+        with peer.lock:
+            agent, peer.agent = peer.agent, None
+            transfers, peer.transfers = peer.transfers, []
+            remote, peer.remote = peer.remote, []
+            local, peer.local = peer.local, {}
+        for transfer in transfers:
             _drop(transfer.handle)
             transfer.handle = None
-        for made in peer.remote:
+        for made in remote:
             _drop(made.handle)
             made.handle = None
-        for handle in peer.local.values():
+        for handle in local.values():
             _drop(handle)
-        peer.transfers.clear()
-        peer.remote.clear()
-        peer.local.clear()
         _end(agent)
         del agent
-        peer.agent = None
-        peer.fencing = False
-        if fenced:
-            self.fences += 1
-            self.fence_s = max(self.fence_s, time.monotonic() - began)
-            log.info("an agent is gone", peer=peer.name, seconds=time.monotonic() - began)
+        peer.gone = True
 
 
 def _drop(handle: Any) -> None:

@@ -73,12 +73,16 @@ class TransferWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
         def make() -> Any:
             config = nixl_agent_config(
-                backends=backends, num_threads=threads, capture_telemetry=True
+                enable_prog_thread=False,
+                backends=backends,
+                num_threads=threads,
+                capture_telemetry=True,
             )
             return nixl_agent(str(uuid.uuid4()), config)
 
-        own: Any = vars(self)["nixl_wrapper"]
-        self.agents = PeerAgents(own, make, self._timeout_s)
+        # vLLM's own agent has a thread that spins; it goes before it is of any use.
+        vars(self)["nixl_wrapper"].agent = None
+        self.agents = PeerAgents(make(), make, self._timeout_s)
         self.nixl_wrapper = self.agents
         self._sums: block_sums.BlockSums | None = None
         self._expected: dict[str, _Expected] = {}
@@ -119,6 +123,7 @@ class TransferWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         results = super().get_transfer_results()
         # vLLM's own figures grow until they are taken; ours stand in their place.
         self.xfer_stats.reset()
+        self.agents.eager = bool(self._reqs_to_send)
         for request in sorted(results.finished_recving):
             expected = self._expected.pop(request, None)
             if expected is None:
@@ -155,6 +160,7 @@ class TransferWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         """Ends it."""
         block_sums.forget(self.engine_id)
         super().shutdown()
+        self.agents.close()
 
 
 def _probe(host: str, port: int, timeout_s: float) -> None:
