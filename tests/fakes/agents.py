@@ -85,6 +85,8 @@ class FakeAgent:
         return "PROC"
 
     def check_xfer_state(self, handle: FakeHandle) -> str:
+        if handle.state == "raise":
+            raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
         return handle.state
 
     def release_xfer_handle(self, handle: FakeHandle) -> None:

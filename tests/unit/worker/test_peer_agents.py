@@ -95,10 +95,11 @@ def test_a_late_read_is_an_error_only_when_its_agent_is_gone(bench: Bench) -> No
     assert not agent.handles[0].released, "its agent knows it no more"
 
 
-def test_an_error_of_the_transport_is_fenced_too(bench: Bench) -> None:
+@pytest.mark.parametrize("state", ["ERR", "raise"])
+def test_an_error_of_the_transport_is_fenced_too(bench: Bench, state: str) -> None:
     bench.agents.add_remote_agent(b"one")
     first, second = bench.read("one"), bench.read("one")
-    bench.made[0].handles[0].state = "ERR"
+    bench.made[0].handles[0].state = state
     until(lambda: bench.agents.fences == 1)
     assert bench.made[0].ended.is_set()
     assert bench.agents.check_xfer_state(first) == "ERR"

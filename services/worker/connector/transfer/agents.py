@@ -289,13 +289,8 @@ class PeerAgents:
         for transfer in peer.transfers:
             if transfer.state == "DONE" or not transfer.until_s:
                 continue
-            if not transfer.posted:
-                transfer.posted = True
-                state = str(peer.agent.transfer(transfer.handle))
-            else:
-                state = str(peer.agent.check_xfer_state(transfer.handle))
+            state = self._advance(peer, transfer)
             if state == "DONE":
-                transfer.telemetry = peer.agent.get_xfer_telemetry(transfer.handle)
                 transfer.state = state
             elif state != "PROC" or now >= transfer.until_s:
                 # An error of the transport isn't known to have stopped what was under way either.
@@ -305,6 +300,20 @@ class PeerAgents:
             else:
                 reading = True
         return reading
+
+    def _advance(self, peer: Peer, transfer: Transfer) -> str:
+        """Begins a read, or looks how it does; an exception is an error, and says why."""
+        try:
+            if not transfer.posted:
+                transfer.posted = True
+                state = str(peer.agent.transfer(transfer.handle))
+            else:
+                state = str(peer.agent.check_xfer_state(transfer.handle))
+            if state == "DONE":
+                transfer.telemetry = peer.agent.get_xfer_telemetry(transfer.handle)
+        except Exception as exc:  # the library's boundary: it has no error class of its own
+            return f"{type(exc).__name__}: {exc}"
+        return state
 
     def _fence(self, peer: Peer) -> None:
         """Destroys an agent beside all others, which may take a while."""
