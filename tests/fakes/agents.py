@@ -68,6 +68,9 @@ class FakeAgent:
         self.peer = metadata.decode()
         return metadata
 
+    def remove_remote_agent(self, name: str) -> None:
+        assert name == self.peer
+
     def prep_xfer_dlist(self, name: str, descs: Any) -> FakeHandle:
         self.prepared.append((name, descs))
         return FakeHandle(self.agent)

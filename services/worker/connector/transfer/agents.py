@@ -11,6 +11,7 @@ drives all of them, hard while something is read, now and then while nothing is.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -26,7 +27,9 @@ _READING_PAUSE_S = 0.0001
 _EAGER_PAUSE_S = 0.001
 """... while somebody is expected to read from us: over TCP it is we who send."""
 _IDLE_PAUSE_S = 0.02
+_FAREWELL_S = 0.05
 _STOP_TIMEOUT_S = 5.0
+_now = time.monotonic
 log = get_logger(__name__)
 
 
@@ -229,7 +232,7 @@ class PeerAgents:
         """As nixl_agent's; begun by the thread, since a copy between processes may be all done in
         this call.
         """
-        transfer.until_s = time.monotonic() + self._timeout_s
+        transfer.until_s = _now() + self._timeout_s
         self._wake.set()
         return "PROC"
 
@@ -284,7 +287,7 @@ class PeerAgents:
         return reading
 
     def _look_at(self, peer: Peer) -> bool:
-        now = time.monotonic()
+        now = _now()
         reading = False
         for transfer in peer.transfers:
             if transfer.state == "DONE" or not transfer.until_s:
@@ -336,22 +339,42 @@ class PeerAgents:
             transfers, peer.transfers = peer.transfers, []
             remote, peer.remote = peer.remote, []
             local, peer.local = peer.local, {}
+        # In good order, with time for UCX to see what it must: it aborts the process when an agent
+        # goes whose connection has just broken, with messages still waiting.
+        _drive(agent)
         for transfer in transfers:
-            _drop(transfer.handle)
+            _release(agent.release_xfer_handle, transfer.handle)
             transfer.handle = None
         for made in remote:
-            _drop(made.handle)
+            _release(agent.release_dlist_handle, made.handle)
             made.handle = None
         for handle in local.values():
-            _drop(handle)
+            _release(agent.release_dlist_handle, handle)
+        with contextlib.suppress(Exception):  # the library says in many ways that it is gone
+            agent.remove_remote_agent(peer.name)
+        _drive(agent)
         _end(agent)
         del agent
         peer.gone = True
 
 
-def _drop(handle: Any) -> None:
-    """Lets go of an agent's handle without a word to the agent, which is about to go itself."""
-    handle._released = True  # noqa: SLF001 - the library has no other way
+def _drive(agent: Any) -> None:
+    """Lets a disused agent see what happened to its connections."""
+    until_s = time.monotonic() + _FAREWELL_S
+    while time.monotonic() < until_s:
+        with contextlib.suppress(Exception):  # nobody waits for its news
+            agent.get_new_notifs()
+        time.sleep(_EAGER_PAUSE_S)
+
+
+def _release(release: Callable[[Any], Any], handle: Any) -> None:
+    """Lets go of an agent's handle; one that can't be released goes with the agent."""
+    try:
+        release(handle)
+    except Exception as exc:  # the library's boundary: a read that is under way, a lost peer
+        log.debug("a handle goes with its agent", error=repr(exc))
+        handle._released = True  # noqa: SLF001 - the library has no other way
+    # Else the handle would keep alive what is to end.
     handle._agent = None  # noqa: SLF001
 
 

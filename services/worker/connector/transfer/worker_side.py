@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import zmq
-from nixl._api import nixl_agent, nixl_agent_config
+from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     GET_META_MSG,
@@ -74,6 +74,7 @@ class TransferWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         def make() -> Any:
             config = nixl_agent_config(
                 enable_prog_thread=False,
+                sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
                 backends=backends,
                 num_threads=threads,
                 capture_telemetry=True,
