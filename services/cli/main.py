@@ -94,7 +94,21 @@ def _model(wanted: str, output: Path | None = None) -> Model:
     "of --config. SIGHUP to the supervisor starts what --no-restart left down.",
 )
 def up(
-    workers: Annotated[int, _option("Workers, each with one engine.", min=1)] = 2,
+    workers: Annotated[
+        int | None,
+        _option(
+            "Workers of both roles, each with one engine; default: 2, or 0 beside the next two."
+        ),
+    ] = None,
+    prefill: Annotated[
+        int, _option("Workers that only prefill, and hand their KV to others.", min=0)
+    ] = 0,
+    decode: Annotated[
+        int, _option("Workers that decode, and prefill what isn't worth handing over.", min=0)
+    ] = 0,
+    transfer: Annotated[
+        bool, _option("Let workers hand KV to each other: roles can change later.", "--transfer")
+    ] = False,
     routers: Annotated[int, _option("Routers; the gateway uses any.", min=1)] = 1,
     policy: Annotated[str, _option("Placement: kv, round-robin, random, least-loaded, ...")] = "kv",
     etcd: Annotated[str, _option("'own', or the host:port,... of an etcd that runs.")] = "own",
@@ -224,12 +238,17 @@ def up(
     from services.cli.up.command import run_up
     from services.cli.up.options import UpOptions
 
+    both = workers if workers is not None else (0 if prefill or decode else 2)
+
     def options(chosen: Model) -> UpOptions:
         return UpOptions(
             state_dir=str(state_dir.absolute()),
             model=chosen.location,
             served_model_name=served_model_name or chosen.served_name,
-            workers=workers,
+            workers=both + prefill + decode,
+            prefill=prefill,
+            decode=decode,
+            transfer=transfer,
             routers=routers,
             policy=policy,
             host=host,
@@ -328,6 +347,21 @@ def status(
 
 
 @app.command()
+def role(
+    worker: Annotated[str, typer.Argument(help="Worker's id, as `forebay status` shows it.")],
+    to: Annotated[str, typer.Argument(metavar="ROLE", help="both, prefill or decode.")],
+    state_dir: StateDir = config.DEFAULT_STATE_DIR,
+) -> None:
+    """Changes a worker's role while it runs. What it has begun it finishes.
+
+    Its engine must be able to hand KV to others (`forebay up --transfer`, --prefill or --decode).
+    """
+    from services.cli.role import change
+
+    typer.echo(change(state_dir.absolute(), worker, to))
+
+
+@app.command()
 def model(
     name: Annotated[
         str, typer.Option(help=f"'{SMALL_MODEL}', a model folder, or a hub id.")
@@ -390,6 +424,37 @@ def demo_offload(
         users=users,
         visits_each=visits,
         qps=qps,
+        as_json=as_json,
+        output=output,
+        console=stdout(),
+    )
+    if not result.tokens_equal:
+        raise typer.Exit(1)
+
+
+@demo_app.command("disagg")
+def demo_disagg(
+    prompts: Annotated[int, typer.Option(min=2, help="Long prompts that come.")] = 6,
+    tokens: Annotated[int, typer.Option(min=256, help="Length of each, in tokens.")] = 3000,
+    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
+    output: Annotated[
+        Path, typer.Option("--output", "--png", help="File for the picture (PNG).")
+    ] = Path("forebay-disagg.png"),
+    model: Annotated[
+        str, typer.Option(help=f"'{SMALL_MODEL}', a model folder, or a hub id.")
+    ] = SMALL_MODEL,
+) -> None:
+    """Long prompts beside eight chats: two workers that do everything, then prefill and decode
+    apart.
+
+    In float32, each worker on a core of its own. Exits with 1 if an answer differs.
+    """
+    from services.cli.demo.disagg import run_demo
+
+    result = run_demo(
+        _model(model),
+        prompts=prompts,
+        tokens=tokens,
         as_json=as_json,
         output=output,
         console=stdout(),

@@ -54,7 +54,7 @@ async def main(settings: RouterSettings, life: Lifecycle) -> None:
                 clock,
                 snapshots_at_once=settings.snapshots_at_once,
                 snapshot_timeout_s=settings.snapshot_timeout_s,
-                on_outcome=metrics.outcome,
+                on_report=metrics.report,
             ) as followers,
             Prefetcher(core.nodes.address, metrics.prefetched) as prefetcher,
         ):

@@ -6,15 +6,19 @@ from pydantic import Field
 
 from services.common.settings import ServiceSettings, settings_config
 from services.router.core.admission import AdmissionConfig
+from services.router.core.apart import ApartConfig, Disagg
 from services.router.core.cost import CostModel
 from services.router.core.lives import Liveness
 from services.router.core.onboard import OnboardDefaults
 from services.router.core.placement import CoreConfig
 from services.router.core.policies import PolicyName
 from services.router.core.rates import RateDefaults
+from services.router.core.transfers import TransferDefaults
 
 _COST = CostModel()
 _ADMISSION = AdmissionConfig()
+_APART = ApartConfig()
+_TRANSFERS = TransferDefaults()
 
 
 class RouterSettings(ServiceSettings):
@@ -62,7 +66,19 @@ class RouterSettings(ServiceSettings):
     prefetch: bool = True
     """Whether kvbm daemons are told to bring up what a placed request will want."""
     learn_rates: bool = True
-    """Whether prefill rates are learned from events."""
+    """Whether rates of prefills, decodes and transfers are learned from events."""
+    disagg: Disagg = Disagg.AUTO
+    """When one worker prefills and another decodes: auto (if it pays), always, or never."""
+    disagg_min_tokens: int = Field(default=_APART.min_tokens, ge=0)
+    """Requests with fewer prompt tokens to compute are never prefilled by another worker."""
+    stall_weight: float = Field(default=_APART.stall_weight, ge=0)
+    """Price of a second by which a prefill holds up each decode that runs beside it, in seconds."""
+    handover_s: float = Field(default=_APART.handover_s, ge=0)
+    """Seconds between the end of a prefill and the begin of its transfer to the decode worker."""
+    transfer_latency_s: float = Field(default=_TRANSFERS.latency_s, ge=0)
+    """Seconds before the first KV of a transfer between workers arrives, until measured."""
+    transfer_tokens_per_s: float = Field(default=_TRANSFERS.tokens_per_s, gt=0)
+    """Prompt tokens whose KV gets from one worker to another in a second, until measured."""
     session_wait_s: float = Field(default=1.0, ge=0)
     """A session stays with its worker unless another's first token comes sooner by more seconds."""
     session_ttl_s: float = Field(default=3600.0, gt=0)
@@ -111,6 +127,12 @@ class RouterSettings(ServiceSettings):
                 learn=self.learn_rates,
             ),
             onboard=OnboardDefaults(self.g2_speedup, self.g3_speedup, self.g4_speedup),
+            apart=ApartConfig(
+                self.disagg, self.stall_weight, self.disagg_min_tokens, self.handover_s
+            ),
+            transfers=TransferDefaults(
+                self.transfer_latency_s, self.transfer_tokens_per_s, self.learn_rates
+            ),
             node_blocks=self.node_blocks,
             liveness=Liveness(self.suspect_after_s, self.gone_after_s),
             session_wait_s=self.session_wait_s,

@@ -25,6 +25,7 @@ from services.router.adapters.messages import (
     failure_message,
     holder_message,
     node_view,
+    path_message,
     placement_message,
     waiting_message,
     worker_view,
@@ -179,6 +180,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             max_wait_s=0.0 if limit_s == float("inf") else limit_s,
             would_wait=would_wait,
             waiting_requests=len(self._admission),
+            whole=path_message(card.whole),
+            apart=path_message(card.apart),
         )
 
     async def ListWorkers(
@@ -293,6 +296,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 span.set_attribute(
                     "forebay.predicted_cached_tokens", placement.predicted_cached_tokens
                 )
+                if placement.prefill is not None:
+                    span.set_attribute("forebay.prefill_worker", placement.prefill.holder.id)
                 return placement
         return self._decide(query)
 
@@ -310,10 +315,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 self._metrics.overloaded(query.tenant, heavy)
             raise error_of(answer)
         self._metrics.decided(self._policy, "placed", seconds)
-        self._prefetch(answer)
+        self._carry_out(answer)
         return answer
 
-    def _prefetch(self, placement: Placement) -> None:
+    def _carry_out(self, placement: Placement) -> None:
+        leg = placement.prefill
+        self._metrics.placed(leg.transfer_tokens if leg else None)
         if placement.prefetch is not None and self._hint is not None:
             self._hint(placement.prefetch)
 
@@ -327,7 +334,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if call.done():
                 # Its client has gone this moment.
                 if isinstance(answer, Placement):
-                    self._core.release(answer.attempt_id)
+                    self._take_back(answer)
             elif isinstance(answer, ForebayError):
                 call.set_exception(answer)
             else:
@@ -341,8 +348,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             told = not self._room.leave(number)
             if told and not call.cancelled() and call.exception() is None:
                 # Placed, and nobody there any more.
-                self._core.release(call.result().attempt_id)
+                self._take_back(call.result())
             raise
+
+    def _take_back(self, placement: Placement) -> None:
+        for attempt_id in placement.attempt_ids:
+            self._core.release(attempt_id)
 
     def _wait_on(
         self, inbox: Inbox, correlation: int, waiting: Waiting, query: Query, carrier: _Carrier
@@ -383,7 +394,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             self._room.leave(number)
 
     def _placed_late(self, placement: Placement, carrier: _Carrier, waited_s: float) -> None:
-        self._prefetch(placement)
+        self._carry_out(placement)
         if carrier.get("traceparent"):
             name = "route after a wait"
             with self._tracer.start_as_current_span(name, context=extract(carrier)) as span:

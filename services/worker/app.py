@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from services.common.cards import Holder, Instance, InstanceKind
+from services.common.cards import Holder, Instance, InstanceKind, Role
 from services.common.discovery import open_discovery
 from services.common.events.publisher import EventPublisher, open_publisher
 from services.common.ids import new_id, new_incarnation
@@ -91,8 +91,8 @@ class Worker:
     rpc: RpcServer
     record: Registered
     metrics: WorkerMetrics
-    told: tuple[bool, str]
-    """What was last said of `serving` and of `kvbm`."""
+    told: tuple[bool, str, Role]
+    """What was last said of `serving`, `kvbm` and `role`."""
 
     async def run(self, life: Lifecycle, drain_timeout_s: float) -> None:
         """Serves until a stop is asked for, then drains. Raises EngineStopped."""
@@ -126,15 +126,15 @@ class Worker:
             await self._tell()
 
     async def _tell(self) -> None:
-        serving, kvbm = self.service.serving, self.service.kvbm
-        told, self.told = self.told, (serving, kvbm)
+        serving, kvbm, role = self.service.serving, self.service.kvbm, self.service.role
+        told, self.told = self.told, (serving, kvbm, role)
         if self.told == told:
             return
         if serving != told[0]:
             log.info("serving" if serving else "not serving")
             self.metrics.serving.set(serving)
             await self.rpc.set_serving(serving)
-        self.instance = replace(self.instance, draining=not serving, kvbm=kvbm)
+        self.instance = replace(self.instance, draining=not serving, kvbm=kvbm, role=role)
         await self.record.update(self.instance)
 
 
@@ -196,6 +196,8 @@ async def worker(
                 watchdog_s=settings.watchdog_s,
                 load_report_interval_s=settings.load_report_interval_s,
                 digest_interval_s=settings.digest_interval_s,
+                transfer_lease_s=settings.transfer_lease_s,
+                role=settings.role,
             ),
             tiers,
         )
@@ -214,6 +216,7 @@ async def worker(
             labels=settings.labels,
             dp_size=engine.profile.dp_size,
             kvbm=node,
+            transfer=engine.profile.transfer,
         )
         registrar = given.registrar
         if registrar is None:
@@ -221,7 +224,7 @@ async def worker(
         await rpc.set_serving(True)
         metrics.serving.set(True)
         record = await stack.enter_async_context(registrar.registered(instance))
-        yield Worker(instance, service, rpc, record, metrics, (True, node))
+        yield Worker(instance, service, rpc, record, metrics, (True, node, settings.role))
 
 
 async def _prepare(

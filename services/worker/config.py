@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from services.common.cards import Role
@@ -76,7 +76,19 @@ class WorkerSettings(ServiceSettings):
     labels: Pairs = Field(default_factory=dict)
     """Free labels for routing constraints, name=value with commas between."""
     role: Role = Role.BOTH
-    """Routing label: both, prefill or decode."""
+    """Routing label: both, prefill or decode. SetRole changes it while the worker runs."""
+    transfer: Literal["auto", "nixl", "off"] = "auto"
+    """How other workers can take KV from its engine: nixl, off, or auto: nixl if `role` needs it.
+
+    Only with nixl can `role` be changed later. NIXL's traffic is neither encrypted nor checked for
+    who sends it: keep it within a network that you trust.
+    """
+    transfer_port: int = Field(default=0, ge=0, le=65535)
+    """Port by which other workers ask its engine for NIXL metadata; 0 picks a free one."""
+    transfer_timeout_s: float = Field(default=2.0, gt=0)
+    """Longest transfer of a prompt's KV, in seconds; then it is ended, and the prompt computed."""
+    transfer_lease_s: float = Field(default=12.0, ge=6)
+    """Seconds that KV of a prefill waits to be taken; longer while its taker is heard."""
     dtype: str = "auto"
     """Number format: auto (the model's own; float32 on x86 without AVX-512), bfloat16 ..."""
     kv_cache_gb: float | None = Field(default=None, gt=0)
@@ -137,6 +149,17 @@ class WorkerSettings(ServiceSettings):
 
     at_s, for_s, factor (of slow), share (of drop and lie), workers (numbers from 0; absent: all).
     """
+
+    @property
+    def transfers(self) -> bool:
+        """Whether its engine hands KV to others, and takes theirs."""
+        return self.transfer == "nixl" or (self.transfer == "auto" and self.role is not Role.BOTH)
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if self.transfer == "off" and self.role is not Role.BOTH:
+            raise ValueError(f"role {self.role} needs transfer nixl (or auto)")
+        return self
 
     @property
     def faults(self) -> tuple[Fault, ...]:

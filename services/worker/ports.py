@@ -55,6 +55,8 @@ class Question:
     """Seconds that the request will wait anyway."""
     tenant: str = ""
     """On whose account its blocks are kept; empty: nobody's."""
+    only_stored: bool = False
+    """Nothing is to be loaded, since its KV comes from elsewhere: what needs no copy is asked."""
 
 
 class Tiers(Protocol):

@@ -11,6 +11,7 @@ import grpc
 from forebay.worker.v1 import worker_pb2 as pb
 from forebay.worker.v1 import worker_pb2_grpc
 
+from services.common.cards import role_from_proto, role_to_proto
 from services.common.errors import (
     ForebayError,
     Internal,
@@ -147,7 +148,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         left = await self._service.drain(
             min(limits) if limits else None, abort_rest=request.abort_rest
         )
-        return pb.DrainResponse(remaining_requests=left)
+        return pb.DrainResponse(
+            remaining_requests=left, remaining_transfers=self._service.held_transfers
+        )
+
+    async def SetRole(self, request: pb.SetRoleRequest, context: Context) -> pb.SetRoleResponse:
+        """Changes the routing label."""
+        role = role_from_proto(request.role)
+        if role is None:
+            raise InvalidRequest(
+                f"role is {request.role}; it must be ROLE_BOTH, ROLE_PREFILL or ROLE_DECODE",
+                field="role",
+            )
+        return pb.SetRoleResponse(previous=role_to_proto(self._service.set_role(role)))
 
 
 def _when_done(context: Context, function: Callable[[], None]) -> None:
@@ -164,6 +177,8 @@ async def _read(requests: AsyncIterator[pb.SessionRequest], session: Session) ->
                 await _start(message.generate, session)
             elif kind == "abort":
                 session.abort(message.abort.request_id)
+            elif kind == "release":
+                session.release(message.release.request_id)
             else:
                 raise InvalidRequest(f"a session can't take {kind or 'an empty message'!r} here")
         session.end()

@@ -15,7 +15,7 @@ from typing import Any
 from opentelemetry.trace import Tracer
 
 from services.common.blocks import HashedAdapter, block_hashes, block_key
-from services.common.cards import Holder
+from services.common.cards import Holder, Role
 from services.common.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -24,7 +24,7 @@ from services.common.errors import (
     Unavailable,
     error_from_number,
 )
-from services.common.events.model import Event, LoadReport, Snapshot
+from services.common.events.model import Event, LoadReport, Snapshot, TransferEnded
 from services.common.events.publisher import publisher_time_us
 from services.common.ids import AttemptId, BlockKey, new_id
 from services.common.telemetry.logging import get_logger
@@ -33,7 +33,14 @@ from services.worker.adapters.spans import RequestSpan
 from services.worker.cardset import CardSet
 from services.worker.core.blocks import BlockMirror
 from services.worker.core.loads import LoadBook
-from services.worker.core.model import Delta, Failure, FinishReason, Generation
+from services.worker.core.model import (
+    Delta,
+    Failure,
+    FinishReason,
+    Generation,
+    Handle,
+    Sampling,
+)
 from services.worker.core.rates import PrefillRate
 from services.worker.core.requests import RequestBook
 from services.worker.core.validation import Limits, adapter_of, check
@@ -46,11 +53,15 @@ from services.worker.engines.port import (
     Output,
     Step,
     TierNews,
+    TransferNews,
 )
 from services.worker.ports import Publisher, Question, Sink, Tiers
+from services.worker.transfers import Transfers
 
 HASH_OFF_LOOP_TOKENS = 16_384
 """Longer prompts are hashed in a thread: 2.6 us a block is 1.3 ms of the loop for this many."""
+_PREFILL = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+"""How a prefill leg samples the one token that nobody sees."""
 log = get_logger(__name__)
 
 
@@ -62,6 +73,8 @@ class Options:
     watchdog_s: float = 60.0
     load_report_interval_s: float = 0.03
     digest_interval_s: float = 5.0
+    transfer_lease_s: float = 10.0
+    role: Role = Role.BOTH
 
 
 @dataclass(slots=True)
@@ -73,9 +86,13 @@ class _Live:
     span: RequestSpan
     received_s: float
     prompt_tokens: int
+    generation: Generation
+    tokens: Sequence[int]
+    """Prompt and prior output of a prefill leg; empty for others."""
     queue_s: float | None = None
     first_s: float | None = None
     cached_tokens: int = 0
+    transferred_tokens: int = 0
     output_tokens: int = 0
     timer: asyncio.TimerHandle | None = None
     failure: Failure | None = None
@@ -121,6 +138,16 @@ class WorkerService:
             max_model_len=card.max_model_len,
             max_logprobs=card.max_logprobs,
             dp_size=engine.profile.dp_size,
+            transfer=engine.profile.transfer,
+        )
+        self.role = self._options.role
+        """The routing label; `set_role` changes it."""
+        self._transfers = Transfers(
+            holder,
+            card.namespace,
+            engine.profile.transfer,
+            self._options.transfer_lease_s,
+            metrics,
         )
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
@@ -139,10 +166,11 @@ class WorkerService:
         self._watchdog = Watchdog(self._options.watchdog_s)
         self._idle = asyncio.Event()
         self._idle.set()
+        self._loads_changed = asyncio.Event()
         self.draining = False
         self.dead: asyncio.Future[EngineDead] = self._loop.create_future()
         self.changed = asyncio.Event()
-        """Set whenever `serving` or `kvbm` may have changed."""
+        """Set whenever `serving`, `kvbm` or `role` may have changed."""
         for load in self._loads.reports():
             metrics.load(load)
         engine.listen(self._on_step, self._on_death)
@@ -193,9 +221,10 @@ class WorkerService:
         hashed = HashedAdapter(adapter.name, adapter.path) if adapter else None
         hashes = await self._hashes(tokens, hashed, generation.cache_salt)
         keys = [block_key(h) for h in hashes]
-        kv = await self._look_up(hashes, keys, len(tokens), generation)
+        transfer = self._transfers.take(generation, tokens)
+        kv = await self._look_up(hashes, keys, len(tokens), generation, transfer is not None)
         try:
-            return self._submit(generation, sink, tokens, hashes, keys, kv, received_s)
+            return self._submit(generation, sink, tokens, hashes, keys, kv, transfer, received_s)
         except BaseException:
             if kv is not None and self._tiers is not None:
                 self._tiers.release(kv)
@@ -209,6 +238,7 @@ class WorkerService:
         hashes: Sequence[bytes],
         keys: Sequence[BlockKey],
         kv: Mapping[str, Any] | None,
+        transfer: Mapping[str, Any] | None,
         received_s: float,
     ) -> str:
         # What came before may have taken a while: look again.
@@ -224,13 +254,15 @@ class WorkerService:
                 EngineRequest(
                     id=id,
                     token_ids=tokens,
-                    sampling=generation.sampling,
+                    sampling=_PREFILL if generation.prefill_only else generation.sampling,
                     cache_salt=generation.cache_salt,
                     adapter=adapter_of(generation, self._limits),
                     priority=generation.priority,
                     dp_rank=generation.dp_rank,
                     kv=kv,
                     block_hashes=hashes,
+                    prefill_only=generation.prefill_only,
+                    transfer=transfer,
                 )
             )
         except EngineDead as exc:
@@ -241,13 +273,27 @@ class WorkerService:
             span=RequestSpan(self._tracer, generation, attempt),
             received_s=received_s,
             prompt_tokens=len(tokens),
+            generation=generation,
+            tokens=tokens if generation.prefill_only else (),
         )
         if generation.deadline_s > 0:
             live.timer = self._loop.call_later(generation.deadline_s, self._expire, id)
         self._live[id] = live
         self._idle.clear()
         max_new = min(generation.sampling.max_tokens, self._limits.max_model_len - len(tokens))
-        event = self._book.admit(id, attempt, len(tokens), max_new, keys, generation.dp_rank or 0)
+        # What the engine has of the prompt itself does not travel.
+        travels = transfer is not None
+        have = self._mirror.run(keys, generation.dp_rank or 0) if travels else 0
+        event = self._book.admit(
+            id,
+            attempt,
+            len(tokens),
+            1 if generation.prefill_only else max_new,
+            keys,
+            generation.dp_rank or 0,
+            max(0, len(tokens) - have * self.cards.card.block_size) if travels else 0,
+            generation.prefill_only,
+        )
         self._metrics.admitted.inc()
         self._metrics.requests.set(len(self._book))
         self._publisher.publish((event,))
@@ -262,9 +308,17 @@ class WorkerService:
         return await asyncio.to_thread(block_hashes, tokens, size, adapter=adapter, cache_salt=salt)
 
     async def _look_up(
-        self, hashes: Sequence[bytes], keys: Sequence[BlockKey], tokens: int, of: Generation
+        self,
+        hashes: Sequence[bytes],
+        keys: Sequence[BlockKey],
+        tokens: int,
+        of: Generation,
+        travels: bool,
     ) -> Mapping[str, Any] | None:
-        """What lower tiers have of a prompt; the last token is always computed."""
+        """What lower tiers have of a prompt; the last token is always computed.
+
+        `travels`: a transfer brings all of it, so nothing is loaded: one source serves a request.
+        """
         if self._tiers is None:
             return None
         size, rank = self.cards.card.block_size, of.dp_rank
@@ -279,6 +333,7 @@ class WorkerService:
                 recompute_block_s=self._rate.seconds(size),
                 wait_s=self._rate.seconds(self._book.pending_prefill_tokens()),
                 tenant=of.tenant,
+                only_stored=travels,
             )
         )
 
@@ -288,6 +343,32 @@ class WorkerService:
         if live is not None:
             live.failure = live.failure or failure
             self._engine.abort(id)
+
+    def release_transfer(self, request_id: str) -> None:
+        """Lets go of the KV of a prefill leg that nobody will take, if it is known."""
+        if (id := self._transfers.released(request_id)) is not None:
+            self._engine.release_transfer(id)
+
+    def set_role(self, role: Role) -> Role:
+        """Changes the routing label; returns the one before. Raises FailedPrecondition
+        (NO_TRANSFER) for an engine that can't hand its KV to others.
+        """
+        if role is not Role.BOTH and not self._engine.profile.transfer:
+            raise FailedPrecondition(
+                f"this worker's engine can't hand KV to others, so its role can't be {role};"
+                " start it with --transfer nixl",
+                reason="NO_TRANSFER",
+            )
+        before, self.role = self.role, role
+        if before is not role:
+            log.info("the role is changed", role=role, before=before)
+            self.changed.set()
+        return before
+
+    @property
+    def held_transfers(self) -> int:
+        """Finished prefills whose KV waits to be taken."""
+        return sum(report.held_transfers for report in self._loads.reports())
 
     def _expire(self, id: str) -> None:
         self.abort(id, failure_of(DeadlineExceeded("the request's deadline passed")))
@@ -330,13 +411,22 @@ class WorkerService:
             self.changed.set()
 
     async def drain(self, timeout_s: float | None, *, abort_rest: bool) -> int:
-        """Takes nothing new and waits for what runs; returns how many requests are left."""
+        """Takes nothing new and waits for what runs, and for what others still take of its KV;
+        returns how many requests are left.
+        """
         self.begin_drain()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+                while self.held_transfers and not self.dead.done():
+                    self._loads_changed.clear()
+                    await self._loads_changed.wait()
         except TimeoutError:
-            log.warning("requests are left at the end of the drain", requests=len(self._book))
+            log.warning(
+                "requests are left at the end of the drain",
+                requests=len(self._book),
+                held_transfers=self.held_transfers,
+            )
         if abort_rest:
             for id in self._book.ids():
                 self.abort(id)
@@ -366,12 +456,28 @@ class WorkerService:
         if step.tiers is not None:
             self._on_tiers(step.tiers, step.seconds)
         events: list[Event] = [*self._mirror.apply(step.blocks)]
+        for news in step.transfers:
+            events.extend(self._on_transfer(news))
         for output in step.outputs:
             events.extend(self._on_output(step.number, output))
         for load in step.loads:
             self._take_load(load, step.number)
         events.extend(self._due_loads())
         self._publish(events)
+
+    def _on_transfer(self, news: TransferNews) -> Sequence[Event]:
+        self._transfers.ended(news)
+        live = self._live.get(news.id)
+        if live is None or live.generation.transfer is None:
+            return ()
+        # All of the prompt's last blocks came, but its last token is computed in any case.
+        size = self.cards.card.block_size
+        local = max(0, -(-live.prompt_tokens // size) * size - news.tokens)
+        live.transferred_tokens = max(0, live.prompt_tokens - 1 - local) if news.tokens else 0
+        source, rank = live.generation.transfer.source, live.generation.dp_rank or 0
+        attempt = AttemptId(live.generation.attempt_id)
+        tokens, seconds = live.transferred_tokens, news.seconds
+        return (TransferEnded(attempt, source, tokens, news.bytes, seconds, rank),)
 
     def _on_tiers(self, news: TierNews, seconds: float) -> None:
         self._rate.observe(news.counts.get("prefill_tokens", 0), seconds)
@@ -394,15 +500,18 @@ class WorkerService:
         if live is None:
             return ()
         now = self._loop.time()
+        cached_tokens = None
         live.output_tokens += len(output.token_ids)
         self._metrics.output_tokens.inc(len(output.token_ids))
         if output.queued_s is not None:
             live.queue_s = output.queued_s
             self._metrics.queue.observe(output.queued_s)
         if output.cached_tokens is not None:
-            live.cached_tokens = output.cached_tokens
+            # vLLM counts a transferred prompt as a whole; its last token is computed all the same.
+            live.cached_tokens = cached_tokens = min(output.cached_tokens, live.prompt_tokens - 1)
+            live.transferred_tokens = min(live.transferred_tokens, cached_tokens)
             self._metrics.prompt_tokens.inc(live.prompt_tokens)
-            self._metrics.cached_tokens.inc(output.cached_tokens)
+            self._metrics.cached_tokens.inc(cached_tokens)
         if output.token_ids and live.first_s is None:
             live.first_s = now
             self._metrics.first_token.observe(now - live.received_s)
@@ -418,20 +527,32 @@ class WorkerService:
             prompt_logprobs=output.prompt_logprobs,
             finish=output.finish,
             stop_token_id=output.stop_token_id,
-            cached_tokens=output.cached_tokens,
+            cached_tokens=cached_tokens,
             failure=failure,
+            transfer=self._handle(output, live),
+            transferred_tokens=live.transferred_tokens if output.cached_tokens is not None else 0,
         )
         events = self._book.advance(
             output.id,
             len(output.token_ids),
-            output.cached_tokens,
+            cached_tokens,
             finished=output.finish is not None,
             aborted=output.finish in (FinishReason.ABORT, FinishReason.ERROR),
+            transferred_tokens=live.transferred_tokens,
         )
         if output.finish is not None:
             self._forget(output.id, output.finish)
         live.sink.push(step, delta)
         return events
+
+    def _handle(self, output: Output, live: _Live) -> Handle | None:
+        if output.transfer is None or output.finish in (FinishReason.ABORT, FinishReason.ERROR):
+            return None
+        if live.sink.closed:
+            # Its gateway is gone, and with it whoever could name a decode worker.
+            self._engine.release_transfer(output.id)
+            return None
+        return self._transfers.give(output.id, live.generation, live.tokens, output.transfer)
 
     def _forget(self, id: str, finish: FinishReason) -> None:
         live = self._live.pop(id)
@@ -463,8 +584,10 @@ class WorkerService:
             used_blocks=load.used_blocks,
             steps=step,
             dp_rank=load.dp_rank,
+            held_transfers=load.held_transfers,
         )
         self._metrics.load(self._loads.update(report))
+        self._loads_changed.set()
 
     def _due_loads(self) -> Sequence[LoadReport]:
         due = self._loads.due(self._loop.time())
@@ -490,6 +613,7 @@ class WorkerService:
     def _on_death(self, dead: EngineDead) -> None:
         if self.dead.done():
             return
+        self._loads_changed.set()
         self.dead.set_result(dead)
         log.error("the engine is dead", error=str(dead), requests=len(self._live))
         failure = Failure(14, "ENGINE_DEAD", "the engine died; another worker can go on")

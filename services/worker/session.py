@@ -63,6 +63,10 @@ class Session:
         if (id := self._ids.get(request_id)) is not None:
             self._service.abort(id)
 
+    def release(self, request_id: str) -> None:
+        """Lets go of the KV of a prefill leg that has ended."""
+        self._service.release_transfer(request_id)
+
     def push(self, step: int, delta: Delta) -> None:
         """Takes news of a request."""
         name = delta.request_id

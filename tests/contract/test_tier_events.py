@@ -127,7 +127,7 @@ async def router_side(instance: Instance) -> AsyncIterator[NodeTable]:
         time.monotonic,
         snapshots_at_once=1,
         snapshot_timeout_s=5,
-        on_outcome=lambda _: None,
+        on_report=lambda _: None,
     ) as followers:
         followers.follow(InstanceKind.KVBM, instance.id, instance.address, instance.events_address)
         yield nodes

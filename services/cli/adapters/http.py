@@ -35,6 +35,8 @@ class ChatAnswer:
     """From sending to the first text, in seconds; for a plain request to the whole answer."""
     tokens: tuple[str, ...] = ()
     """Tokens of a streamed answer, when `logprobs` was asked for."""
+    arrivals_s: tuple[float, ...] = ()
+    """When each of these came, by time.perf_counter()."""
 
 
 def _client(timeout_s: float) -> httpx.AsyncClient:
@@ -105,17 +107,24 @@ class ChatClient:
             time.perf_counter() - started,
         )
 
-    async def stream(self, model: str, prompt: str, **fields: Any) -> ChatAnswer:
-        """One streamed chat request, read to its end. An error event too raises RequestFailed."""
+    async def stream(
+        self, model: str, prompt: str, *, worker: str = "", **fields: Any
+    ) -> ChatAnswer:
+        """One streamed chat request, read to its end; `worker`: the only one that will do.
+
+        An error event too raises RequestFailed.
+        """
+        headers = {**self._headers, **({HEADER_WORKER: worker} if worker else {})}
         body = _body(model, prompt, fields)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         started, first = time.perf_counter(), 0.0
         usage: dict[str, Any] = {}
         pieces: list[str] = []
         tokens: list[str] = []
+        arrivals: list[float] = []
         try:
             async with self._client.stream(
-                "POST", self._url, json=body, headers=self._headers
+                "POST", self._url, json=body, headers=headers
             ) as response:
                 if response.status_code != 200:
                     raise RequestFailed(_refusal(response.status_code, await response.aread()))
@@ -129,13 +138,14 @@ class ChatClient:
                             pieces.append(piece)
                         told = (choice.get("logprobs") or {}).get("content") or ()
                         tokens += [position["token"] for position in told]
-                headers = response.headers
+                        arrivals += [time.perf_counter()] * len(told)
+                told_by = response.headers
         except httpx.HTTPError as exc:
             raise RequestFailed(f"no answer from {self._url}: {_words(exc)}") from exc
         if not pieces:
             raise RequestFailed("the stream ended without any text")
-        answer = _answer("".join(pieces), usage, headers, first - started)
-        return replace(answer, tokens=tuple(tokens))
+        answer = _answer("".join(pieces), usage, told_by, first - started)
+        return replace(answer, tokens=tuple(tokens), arrivals_s=tuple(arrivals))
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from forebay.router.v1 import router_pb2, router_pb2_grpc
 from forebay.worker.v1 import worker_pb2, worker_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.cards import Holder
+from services.common.cards import Holder, Role, role_from_proto, role_to_proto
 from services.common.rpc.channel import open_channel
 from services.common.rpc.errors import translate
 
@@ -42,6 +42,8 @@ class WorkerRow:
     placements: int
     prompt_tokens: int
     cached_tokens: int
+    role: str = "both"
+    held_transfers: int = 0
 
     @property
     def hit_rate(self) -> float | None:
@@ -105,6 +107,8 @@ class RouterClient:
                 placements=w.placements,
                 prompt_tokens=w.prompt_tokens,
                 cached_tokens=w.cached_tokens,
+                role=role_from_proto(w.role) or Role.BOTH,
+                held_transfers=w.held_transfers,
             )
             for w in answer.workers
         )
@@ -158,6 +162,15 @@ class WorkerClient:
         except grpc.aio.AioRpcError as exc:
             raise translate(exc) from exc
         return answer.blocks
+
+    async def set_role(self, role: Role) -> Role:
+        """Changes its role; returns the one before."""
+        request = worker_pb2.SetRoleRequest(role=role_to_proto(role))
+        try:
+            answer = await self._stub.SetRole(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise translate(exc) from exc
+        return role_from_proto(answer.previous) or Role.BOTH
 
 
 @asynccontextmanager

@@ -70,7 +70,7 @@ def fitting_qps(compute_s: float) -> float:
 
 def _document(user: int, rng: random.Random) -> str:
     """A long text that no other user has: the handbook's sentences, in an order of its own."""
-    sentences = _sentences(PROMPT)
+    sentences = list(handbook())
     pages = []
     for page in range(2):
         rng.shuffle(sentences)
@@ -81,6 +81,7 @@ def _document(user: int, rng: random.Random) -> str:
     )
 
 
-def _sentences(text: str) -> list[str]:
-    words = " ".join(text.split()[18:])
-    return [f"{s.strip()}." for s in words.replace("?", ".").split(".") if len(s.split()) > 3]
+def handbook() -> tuple[str, ...]:
+    """The handbook's sentences, in their order."""
+    words = " ".join(PROMPT.split()[18:])
+    return tuple(f"{s.strip()}." for s in words.replace("?", ".").split(".") if len(s.split()) > 3)

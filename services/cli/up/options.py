@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.cli.errors import UsageError
+from services.common.cards import Role
 from services.router.core.policies import PolicyName
 
 POLICIES = tuple(PolicyName)
@@ -27,7 +28,13 @@ class UpOptions:
     served_model_name: str
     """Name by which clients ask for it."""
     workers: int = 2
-    """Number of workers, each with one engine."""
+    """Number of workers, each with one engine, those with roles included."""
+    prefill: int = 0
+    """How many of them only prefill for the others."""
+    decode: int = 0
+    """How many of them decode, and prefill only what is not worth handing over."""
+    transfer: bool = False
+    """Whether workers can hand KV to each other, so that roles can change later."""
     routers: int = 1
     """Number of routers; the gateway uses any."""
     policy: str = "kv"
@@ -112,6 +119,12 @@ class UpOptions:
             )
         if self.workers < 1 or self.routers < 1:
             raise UsageError("--workers and --routers must be at least 1")
+        if self.prefill and self.workers == self.prefill:
+            raise UsageError(
+                "--prefill needs workers that decode: give --decode, or --workers of both roles"
+            )
+        if self.simulated and (self.apart or self.prefill or self.decode):
+            raise UsageError("--prefill, --decode and --transfer need real engines")
         for flag, gib in (("cpu", self.cpu_cache_gb), ("disk", self.disk_cache_gb)):
             if gib is not None and (gib < 0 or (flag == "cpu" and gib == 0)):
                 raise UsageError(
@@ -128,6 +141,17 @@ class UpOptions:
                     f"--engine-args must be a JSON object, not {type(parsed).__name__}; "
                     "for example '{\"max_num_seqs\": 16}'"
                 )
+
+    @property
+    def apart(self) -> bool:
+        """Whether workers can hand KV to each other."""
+        return bool(self.transfer or self.prefill or self.decode)
+
+    def role(self, number: int) -> Role:
+        """Role of the worker of that number, from 0."""
+        if number < self.prefill:
+            return Role.PREFILL
+        return Role.DECODE if number < self.prefill + self.decode else Role.BOTH
 
     @property
     def simulated(self) -> bool:

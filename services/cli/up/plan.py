@@ -220,6 +220,7 @@ def service_specs(
             f"--metrics-port={metrics}",
             *_engine_flags(options),
             *([f"--kvbm=unix:{caches.socket}"] if caches is not None else []),
+            *([f"--role={options.role(i)}", "--transfer=nixl"] if options.apart else []),
             env={} if options.simulated else _thread_env(options),
         )
         for i, (port, events, metrics) in enumerate(ports.workers)

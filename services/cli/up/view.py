@@ -214,6 +214,7 @@ def worker_table(rows: Sequence[WorkerRow]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     for column in (
         "worker",
+        "role",
         "router says",
         "cached blocks",
         "running",
@@ -221,12 +222,13 @@ def worker_table(rows: Sequence[WorkerRow]) -> Table:
         "served",
         "hits",
     ):
-        left = column in ("worker", "router says")
+        left = column in ("worker", "role", "router says")
         table.add_column(column, justify="left" if left else "right")
     for row in rows[:_ROWS]:
         hits = row.hit_rate
         table.add_row(
             row.holder.id,
+            row.role,
             Text(row.state, style=_ROUTER_STYLES.get(row.state, "")),
             f"{row.indexed_blocks} of {row.total_blocks}",
             str(row.running),
@@ -238,6 +240,7 @@ def worker_table(rows: Sequence[WorkerRow]) -> Table:
         prompts = sum(r.prompt_tokens for r in rest)
         table.add_row(
             f"{len(rest)} more",
+            "",
             f"{sum(r.state == 'ready' for r in rest)} ready",
             f"{sum(r.indexed_blocks for r in rest)} of {sum(r.total_blocks for r in rest)}",
             str(sum(r.running for r in rest)),

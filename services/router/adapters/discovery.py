@@ -55,6 +55,7 @@ def worker_info(instance: Instance) -> WorkerInfo:
         dp_size=instance.dp_size,
         kvbm=instance.kvbm,
         namespace=card.namespace,
+        transfer=instance.transfer,
     )
 
 

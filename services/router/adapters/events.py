@@ -27,7 +27,7 @@ from services.common.events.subscriber import (
 from services.common.rpc.channel import open_channel
 from services.common.rpc.errors import translate
 from services.common.telemetry.logging import get_logger
-from services.router.core.answers import Outcome
+from services.router.core.answers import Report
 from services.router.ports import Clock
 
 log = get_logger(__name__)
@@ -48,7 +48,7 @@ class ReadModel(Protocol):
     def resetting(self, snapshot: Snapshot, now: float, step: int, /) -> Iterator[bool]:
         """It holds exactly this; taken over in steps of so many blocks."""
 
-    def apply(self, batch: Batch, now: float, /) -> tuple[Outcome, ...]:
+    def apply(self, batch: Batch, now: float, /) -> tuple[Report, ...]:
         """What is new."""
 
     def doubted(self, publisher: str, /) -> bool:
@@ -97,13 +97,13 @@ class Followers:
         *,
         snapshots_at_once: int,
         snapshot_timeout_s: float,
-        on_outcome: Callable[[Outcome], None],
+        on_report: Callable[[Report], None],
     ) -> None:
         self._models = models
         self._clock = clock
         self._room = asyncio.Semaphore(snapshots_at_once)
         self._snapshot_timeout_s = snapshot_timeout_s
-        self._on_outcome = on_outcome
+        self._on_report = on_report
         self._followers: dict[tuple[InstanceKind, str], _Follower] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.on_news: Callable[[], None] = lambda: None
@@ -190,8 +190,8 @@ class Followers:
                     now = self._clock()
                     match item:
                         case Apply(batch=batch):
-                            for outcome in model.apply(batch, now):
-                                self._on_outcome(outcome)
+                            for report in model.apply(batch, now):
+                                self._on_report(report)
                         case Reset(snapshot=snapshot):
                             for _ in model.resetting(snapshot, now, _BLOCKS_AT_ONCE):
                                 # A large one must not keep decisions and others' news waiting.

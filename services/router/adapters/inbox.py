@@ -57,7 +57,9 @@ class Inbox:
 
     def unsent(self) -> list[str]:
         """Attempt ids of placements that came late, and that nobody took."""
-        return [m.placement.attempt_id for m in self._ready if m.HasField("placement")]
+        placements = [m.placement for m in self._ready if m.HasField("placement")]
+        ids = [id for p in placements for id in (p.attempt_id, p.prefill_attempt_id)]
+        return [id for id in ids if id]
 
     def answer(self, message: pb.RouteStreamResponse) -> None:
         """An answer that comes late. Not more than wait can be there."""

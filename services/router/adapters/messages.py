@@ -7,7 +7,13 @@ from forebay.router.v1 import router_pb2 as pb
 
 from services.common.errors import ForebayError
 from services.common.events.model import Tier
-from services.router.core.answers import NodeSnapshot, Placement, Scored, WorkerSnapshot
+from services.router.core.answers import (
+    NodeSnapshot,
+    PathScore,
+    Placement,
+    Scored,
+    WorkerSnapshot,
+)
 from services.router.core.lives import Status
 from services.router.core.workers import HolderId, WorkerRole
 from services.router.errors import invalid
@@ -66,6 +72,7 @@ def holder_message(h: HolderId) -> common_pb2.Holder:
 
 def placement_message(p: Placement) -> pb.RouteResponse:
     """A placement on the wire."""
+    leg = p.prefill
     return pb.RouteResponse(
         attempt_id=p.attempt_id,
         worker=holder_message(p.holder),
@@ -73,6 +80,10 @@ def placement_message(p: Placement) -> pb.RouteResponse:
         predicted_cached_tokens=p.predicted_cached_tokens,
         predicted_ttft_ms=p.predicted_ttft_s * 1000,
         policy=p.policy.value,
+        prefill_worker=holder_message(leg.holder) if leg else None,
+        prefill_address=leg.address if leg else "",
+        prefill_attempt_id=leg.attempt_id if leg else "",
+        predicted_prefill_cached_tokens=leg.predicted_cached_tokens if leg else 0,
     )
 
 
@@ -111,7 +122,10 @@ def candidate_message(row: Scored) -> pb.CandidateScore:
     c, s = row.candidate, row.score
     if c is None or s is None:
         return pb.CandidateScore(
-            worker=holder_message(row.holder), reason=row.reason, eligible=False
+            worker=holder_message(row.holder),
+            reason=row.reason,
+            eligible=False,
+            role=_ROLE[row.role],
         )
     return pb.CandidateScore(
         worker=holder_message(row.holder),
@@ -130,6 +144,25 @@ def candidate_message(row: Scored) -> pb.CandidateScore:
         chosen=row.chosen,
         reason=row.reason,
         eligible=True,
+        role=_ROLE[row.role],
+    )
+
+
+def path_message(path: PathScore | None) -> pb.PathScore | None:
+    """A way to serve a request on the wire."""
+    if path is None:
+        return None
+    return pb.PathScore(
+        worker=holder_message(path.holder) if path.holder else None,
+        prefill_worker=holder_message(path.prefill) if path.prefill else None,
+        queue_s=path.queue_s,
+        prefill_s=path.prefill_s,
+        transfer_s=path.transfer_s,
+        decode_queue_s=path.decode_queue_s,
+        stall_s=path.stall_s,
+        score_s=path.total_s,
+        chosen=path.chosen,
+        reason=path.reason,
     )
 
 
@@ -178,4 +211,6 @@ def worker_view(w: WorkerSnapshot) -> pb.WorkerView:
         cached_tokens=w.cached_tokens,
         pending_prefill_tokens=w.load.queued_tokens,
         kvbm=w.info.kvbm,
+        transfer=w.info.transfer,
+        held_transfers=report.held_transfers if report else 0,
     )

@@ -10,11 +10,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.events.model import Tier
 from services.common.events.subscriber import FollowStats
-from services.router.core.answers import IndexStats, NodeSnapshot, Outcome
+from services.router.core.answers import (
+    IndexStats,
+    NodeSnapshot,
+    Outcome,
+    Report,
+    Transfer,
+    TransferResult,
+)
 from services.router.core.lives import Status
 
 _DECISION_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 _WAIT_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+_TRANSFER_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _DIFFERENCE_TOKENS = (0, 1, 16, 32, 64, 128, 256, 512, 1024, 4096)
 _ALARM_WINDOW = 200
 """Last outcomes that the alarm looks at."""
@@ -97,6 +105,39 @@ class RouterMetrics:
             f"1 when predictions for the last {_ALARM_WINDOW} placements were wrong by more than "
             f"{_ALARM_SHARE:.0%} of their prompt tokens.",
         )
+        self._paths = counter(
+            "placements",
+            "By path: whole on one worker, or prefill and decode apart.",
+            "path",
+        )
+        self._transfers = counter(
+            "transfers",
+            "Of KV between workers, told by those that were to get it, whoever decided them: came, "
+            "failed, missed (planned here, but the request came without).",
+            "result",
+        )
+        self._transfer_tokens = counter("transfer_tokens", "Prompt tokens whose KV came.")
+        self._transfer_bytes = counter("transfer_bytes", "Bytes of KV that came.")
+        self._transfer_s = Histogram(
+            "forebay_router_transfer_seconds",
+            "Transfers that came, from the first read to the last check.",
+            buckets=_TRANSFER_S,
+            registry=registry,
+        )
+        self._planned_tokens = counter(
+            "planned_transfer_tokens",
+            "Prompt tokens whose KV placements of this router let travel.",
+        )
+        self._predicted_s = counter(
+            "predicted_transfer_seconds", "Of those of this router's transfers that came."
+        )
+        self._actual_s = counter(
+            "actual_transfer_seconds", "Of those of this router's transfers that came."
+        )
+        for path in ("whole", "apart"):
+            self._paths.labels(path)
+        for result in TransferResult:
+            self._transfers.labels(result.value)
         for status in Status:
             self._workers.labels(status.value).set(0)
             self._nodes.labels(status.value).set(0)
@@ -112,6 +153,11 @@ class RouterMetrics:
             counter = self._results[policy, result] = self._decisions.labels(policy, result)
         counter.inc()
         self._decision_s.observe(seconds)
+
+    def placed(self, transfer_tokens: int | None) -> None:
+        """A request was placed, apart if KV is to travel."""
+        self._paths.labels("whole" if transfer_tokens is None else "apart").inc()
+        self._planned_tokens.inc(transfer_tokens or 0)
 
     def waited(self, result: str, seconds: float) -> None:
         """A request's wait ended: placed, refused, expired, displaced."""
@@ -137,6 +183,26 @@ class RouterMetrics:
     def prefetched(self, result: str) -> None:
         """A hint to a kvbm daemon was "sent", "failed" or "dropped"."""
         self._prefetches.labels(result).inc()
+
+    def report(self, report: Report) -> None:
+        """Something that was decided before, here or elsewhere, came to its end."""
+        match report:
+            case Outcome():
+                self.outcome(report)
+            case Transfer():
+                self.transfer(report)
+
+    def transfer(self, transfer: Transfer) -> None:
+        """KV went from one worker to another, or did not."""
+        self._transfers.labels(transfer.result.value).inc()
+        if transfer.result is not TransferResult.CAME:
+            return
+        self._transfer_tokens.inc(transfer.tokens)
+        self._transfer_bytes.inc(transfer.bytes)
+        self._transfer_s.observe(transfer.seconds)
+        if transfer.predicted_s is not None:
+            self._predicted_s.inc(transfer.predicted_s)
+            self._actual_s.inc(max(0.0, transfer.seconds))
 
     def outcome(self, outcome: Outcome) -> None:
         """A placement of ours finished."""

@@ -44,6 +44,7 @@ async def query_of(request: pb.RouteRequest, core: RouterCore) -> Query:
         sequences=request.sequences or 1,
         priority=request.priority,
         admitted=request.admitted,
+        whole=request.whole,
         patience_s=request.deadline_ms / 1000 if request.deadline_ms else float("inf"),
     )
 

@@ -217,7 +217,7 @@ class Admission:
         if isinstance(answer, Refusal) and answer.kind is RefusalKind.OVERLOADED:
             # Should one of these be free in a moment, it is for those of this lane.
             self._closed.add(entry.lane)
-            self._busy |= self._lanes.slots(entry.lane, now)
+            self._busy |= self._lanes.claims(entry.lane, now)
             return None
         heavy = self._queue.heavy(entry.tenant)
         if isinstance(answer, Refusal):

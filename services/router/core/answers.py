@@ -13,7 +13,7 @@ from services.router.core.index import Digest
 from services.router.core.lives import Status
 from services.router.core.policies import PolicyName
 from services.router.core.requests import LoadView
-from services.router.core.workers import HolderId, WorkerInfo
+from services.router.core.workers import HolderId, WorkerInfo, WorkerRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Query:
     """Seconds that its client waits on."""
     admitted: bool = False
     """Whether it has had its turn: it is placed at once, whatever the wait."""
+    whole: bool = False
+    """Whether one worker shall do all of it."""
 
 
 class Bar(StrEnum):
@@ -53,7 +55,7 @@ class Bar(StrEnum):
     OTHER_MODEL = "serves another model"
     OTHER_BLOCK_SIZE = "has another block size"
     TOO_LONG = "its context is too short for the prompt"
-    PREFILL_ONLY = "only prefills"
+    PREFILL_ONLY = "only prefills, and others are there"
     DRAINING = "is draining"
     UNREACHABLE = "refused a connection"
     EXCLUDED = "excluded by the request"
@@ -110,6 +112,21 @@ class Prefetch:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillLeg:
+    """What another worker does of a request first; booked under an attempt id of its own."""
+
+    attempt_id: AttemptId
+    holder: HolderId
+    address: str
+    predicted_cached_tokens: int
+    """Prompt tokens that its worker's engine will report as cached."""
+    transfer_tokens: int
+    """Prompt tokens whose KV will travel."""
+    transfer_s: float
+    """Predicted seconds for that."""
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A decision, booked under its attempt id."""
 
@@ -117,13 +134,22 @@ class Placement:
     holder: HolderId
     address: str
     predicted_cached_tokens: int
-    """Prompt tokens that the worker's engine will report as cached."""
+    """Prompt tokens that the worker's engine will report as cached; those not counted whose KV
+    another one hands over.
+    """
     predicted_ttft_s: float
     """0 when the policy predicts none."""
     policy: PolicyName
     score: Score
     prefetch: Prefetch | None = None
-    """What the worker's daemon should bring up meanwhile."""
+    """What the daemon of the worker that prefills should bring up meanwhile."""
+    prefill: PrefillLeg | None = None
+    """Who prefills, if that is another worker."""
+
+    @property
+    def attempt_ids(self) -> tuple[AttemptId, ...]:
+        """Of all its parts."""
+        return (self.attempt_id, self.prefill.attempt_id) if self.prefill else (self.attempt_id,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +157,32 @@ class Scored:
     """How one worker fared. `candidate` and `score` are None for those not in choice."""
 
     holder: HolderId
+    role: WorkerRole
     candidate: Candidate | None = None
     score: Score | None = None
     chosen: bool = False
     bar: Bar | None = None
     reason: str = ""
     """Why it was not chosen, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathScore:
+    """One way to serve a request, in seconds (apart.py). Without holders: there is no such way."""
+
+    holder: HolderId | None = None
+    """Who decodes."""
+    prefill: HolderId | None = None
+    """Who prefills, if that is another one."""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_queue_s: float = 0.0
+    stall_s: float = 0.0
+    total_s: float = 0.0
+    chosen: bool = False
+    reason: str = ""
+    """Why it was not chosen, or does not exist, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +193,52 @@ class Scorecard:
     prompt_tokens: int
     prompt_blocks: int
     workers: tuple[Scored, ...]
+    whole: PathScore | None = None
+    """All of it on one worker; None: nobody can take it."""
+    apart: PathScore | None = None
+    """Prefill and decode apart; None: no worker has the role of prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request that this router placed went: what was predicted, what the engine did."""
+    """How a request (or leg of one) that this router placed went: what was predicted, what the
+    engine did. Tokens whose KV another worker handed over are counted nowhere here.
+    """
 
     holder: HolderId
     attempt_id: AttemptId
     prompt_tokens: int
     predicted_cached_tokens: int
     cached_tokens: int
+
+
+class TransferResult(StrEnum):
+    """How KV that was to go from one worker to another fared."""
+
+    CAME = "came"
+    FAILED = "failed"
+    """It did not arrive, or not as it was sent."""
+    MISSED = "missed"
+    """This router had planned it, and the request came to its worker without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A transfer of KV that is over, whoever decided it."""
+
+    result: TransferResult
+    source: str
+    holder: HolderId
+    """Who was to get it."""
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    predicted_s: float | None = None
+    """None: another router decided it."""
+
+
+Report = Outcome | Transfer
+"""What a worker's news say of decisions that were taken before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.router.core.answers import Bar, Query, Refusal
 from services.router.core.cost import Candidate
 from services.router.core.eligibility import bar_of, has_own_workers, refusal
 from services.router.core.lives import Liveness, Status
 from services.router.core.usable import Usable
-from services.router.core.workers import HolderId, Rank, Worker, WorkerTable
+from services.router.core.workers import HolderId, Rank, Worker, WorkerRole, WorkerTable
 
 _MOST_CHOICES = 256
 """Models and block sizes whose workers are remembered."""
@@ -54,6 +54,11 @@ class Choice:
     longest: float
     """Longest prompt that all of them take."""
 
+    @property
+    def prefills(self) -> bool:
+        """Whether they have the role of prefill, since no others are there."""
+        return bool(self.pages) and self.pages[0].worker.info.role is WorkerRole.PREFILL
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:
@@ -64,6 +69,13 @@ class Reach:
     """What `Choices.version` was then."""
     until: float
     """When time alone may have changed it."""
+    prefill: frozenset[int] = frozenset()
+    """Slots of those that might do its prefill alone."""
+
+    @property
+    def all(self) -> frozenset[int]:
+        """Whoever may have any part in it."""
+        return self.slots | self.prefill if self.prefill else self.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,9 @@ class Choices:
         self._pages = pages
         self._liveness = liveness
         self._remembered: dict[tuple[str, int, str], Choice] = {}
+        self._pools: dict[tuple[str, int, str], Choice] = {}
+        self.prefillers = False
+        """Whether any worker has the role of prefill."""
         self._reserved: frozenset[str] = frozenset()
         self._lengths: list[int] = []
         """Longest prompts that workers take, each once, in order."""
@@ -102,11 +117,13 @@ class Choices:
         """Somebody's right to be chosen may have changed."""
         self.version += 1
         self._remembered.clear()
+        self._pools.clear()
 
     def reserve(self) -> None:
-        """Records came, went or changed: notes anew whose tenants have workers of their own, and
-        how long prompts may be.
+        """Records came, went or changed: notes anew whose tenants have workers of their own, how
+        long prompts may be, and whether anybody prefills for others.
         """
+        self.prefillers = any(w.info.role is WorkerRole.PREFILL for w in self._table)
         reserved = frozenset[str]().union(*(w.info.tenants for w in self._table))
         lengths = sorted({w.info.max_model_len for w in self._table} - {0})
         if (reserved, lengths) != (self._reserved, self._lengths):
@@ -124,6 +141,7 @@ class Choices:
             frozenset(query.labels.items()),
             query.tenant if query.tenant in self._reserved else "",
             bisect_left(self._lengths, query.prompt_tokens),
+            query.whole,
         )
 
     def reach(self, query: Query, now: float) -> Reach:
@@ -132,7 +150,11 @@ class Choices:
         if isinstance(choice, Refusal):
             return Reach(frozenset(), self.version, now)
         slots = frozenset(page.rank.slot for page in choice.pages)
-        return Reach(slots, self.version, choice.until)
+        pool = self.pool(query, choice, now)
+        if pool is None:
+            return Reach(slots, self.version, choice.until)
+        prefill = frozenset(page.rank.slot for page in pool.pages)
+        return Reach(slots, self.version, min(choice.until, pool.until), prefill)
 
     def of(self, query: Query, now: float) -> Choice | Refusal:
         """Who may be chosen for a request, or why nobody may."""
@@ -141,12 +163,10 @@ class Choices:
         choice = self._remembered.get(key)
         if choice is None or now > choice.until:
             anyone = Query(query.model, 1, (), query.block_size, tenant=tenant)
-            present = self.classes(anyone, now)[0]
-            choice = self._made_of(present) if present else None
+            there, prefilling, *_ = self.classes(anyone, now)
+            choice = self._made_of(there or prefilling) if there or prefilling else None
             if choice is not None:
-                if len(self._remembered) >= _MOST_CHOICES:
-                    self._remembered.clear()
-                self._remembered[key] = choice
+                _remember(self._remembered, key, choice)
         special = query.excluded or query.pinned or query.labels or query.rank is not None
         if choice is not None and not special and query.prompt_tokens <= choice.longest:
             return choice
@@ -155,47 +175,76 @@ class Choices:
             return eligible
         return self._made_of(eligible, query.rank)
 
+    def pool(self, query: Query, choice: Choice, now: float) -> Choice | None:
+        """Who might do a request's prefill for those in choice; may be empty. None: that is out of
+        the question.
+
+        Those that are there, of the role prefill, whose KV can be taken; whom the request is pinned
+        to is only said of the worker that decodes.
+        """
+        if not self.prefillers or query.whole or choice.prefills:
+            return None
+        tenant = query.tenant if query.tenant in self._reserved else ""
+        key = query.model, query.block_size, tenant
+        pool = self._pools.get(key)
+        if pool is None or now > pool.until:
+            pool = self._pool(Query(query.model, 1, (), query.block_size, tenant=tenant), now)
+            _remember(self._pools, key, pool)
+        if query.excluded or query.labels or query.prompt_tokens > pool.longest:
+            return self._pool(replace(query, pinned="", rank=None), now)
+        return pool
+
     def barred(
         self, query: Query, now: float, chosen: Collection[HolderId]
-    ) -> Iterator[tuple[HolderId, Bar]]:
+    ) -> Iterator[tuple[HolderId, WorkerRole, Bar]]:
         """All ranks but those chosen, with what keeps them out of choice."""
         own = self._own(query)
         workers = {holder.id for holder in chosen}
         for worker in self._table:
             bar = bar_of(worker.info, self._table.status(worker, now), query, own)
+            if bar is None and worker.info.role is WorkerRole.PREFILL:
+                bar = Bar.PREFILL_ONLY
             bar = bar or (Bar.STARTING if worker.starting else Bar.SUSPECT)
             for rank in worker.ranks:
                 if rank.holder not in chosen:
                     other = query.rank not in (None, rank.holder.dp_rank)
                     yield (
                         rank.holder,
+                        worker.info.role,
                         Bar.OTHER_RANK if other and worker.info.id in workers else bar,
                     )
 
-    def classes(self, query: Query, now: float) -> tuple[list[Worker], list[Worker], list[Worker]]:
+    def classes(self, query: Query, now: float) -> tuple[list[Worker], ...]:
         """First those that are there; then those that are silent or only starting; at last those
         that refused somebody's connection and have spoken since, for that one may have been cut
-        off.
+        off. In each of these, workers of the role prefill come after the others.
         """
-        first: list[Worker] = []
-        second: list[Worker] = []
-        last: list[Worker] = []
+        classes: tuple[list[Worker], ...] = ([], [], [], [], [], [])
         own = self._own(query)
         for worker in self._table:
             status = self._table.status(worker, now)
             bar = bar_of(worker.info, status, query, own)
+            prefills = worker.info.role is WorkerRole.PREFILL
             if bar is None:
                 silent = status is Status.SUSPECT
-                (second if silent or worker.starting else first).append(worker)
+                classes[(2 if silent or worker.starting else 0) + prefills].append(worker)
             elif bar is Bar.UNREACHABLE and worker.heard_since_refusal:
-                last.append(worker)
-        return first, second, last
+                classes[4 + prefills].append(worker)
+        return classes
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a memory is of somebody who can't be chosen."""
-        for choice in self._remembered.values():
+        roles = {worker.info.role for worker in self._table}
+        assert self.prefillers == (WorkerRole.PREFILL in roles)
+        for pool in self._pools.values():
+            assert all(p.worker.info.role is WorkerRole.PREFILL for p in pool.pages)
+        for choice in (*self._remembered.values(), *self._pools.values()):
             assert all(self._pages.get(page.rank.slot) is page for page in choice.pages)
             assert not any(page.worker.refused or page.worker.starting for page in choice.pages)
+
+    def _pool(self, query: Query, now: float) -> Choice:
+        there = [w for w in self.classes(query, now)[1] if w.info.transfer]
+        return self._made_of(there) if there else Choice([], [], [], float("inf"), float("inf"))
 
     def _made_of(self, workers: list[Worker], dp_rank: int | None = None) -> Choice:
         pages = [
@@ -228,3 +277,11 @@ class Choices:
         return query.tenant in self._reserved and has_own_workers(
             query, (w.info for w in self._table)
         )
+
+
+def _remember(
+    where: dict[tuple[str, int, str], Choice], key: tuple[str, int, str], choice: Choice
+) -> None:
+    if len(where) >= _MOST_CHOICES:
+        where.clear()
+    where[key] = choice

@@ -149,6 +149,10 @@ class Candidate:
         self.told_free_at = self.told_at + total * self.told_share
         self.fresh_s = total * self.fresh_share
 
+    def load_s(self) -> float:
+        """Seconds to bring up what is usable from lower tiers, never more than computing it."""
+        return min(self.onboard_s, self.lower_tokens * self.token_s)
+
     def queue_s(self, now: float) -> float:
         """Seconds until a new request's turn comes.
 
@@ -226,6 +230,16 @@ class CostModel:
                 prompt = c.prompt_tokens
                 totals.append(left + c.base_s + prompt * (c.line_s + prompt * c.square_s))
         return totals
+
+    def decode_s(self, c: Candidate) -> float:
+        """What it costs to decode a prompt there that comes computed: of the score, all that has
+        nothing to do with prefill.
+        """
+        return (
+            self.decode_tokens * c.decoding * (c.sequence_s + c.kv_s * c.prompt_tokens)
+            + self.decode_tokens * (c.decoding * c.sequence_s + c.active_tokens * c.kv_s)
+            + self.space_weight * c.active_tokens * c.token_s
+        )
 
     def _prepare(self, c: Candidate) -> None:
         weight = 1 + self.own_weight + self.churn_weight * c.churn

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from services.router.core.answers import Bar, Query, Refusal, RefusalKind
 from services.router.core.lives import Status
-from services.router.core.workers import WorkerInfo, WorkerRole
+from services.router.core.workers import WorkerInfo
 
 
 def has_own_workers(query: Query, workers: Iterable[WorkerInfo]) -> bool:
@@ -15,7 +15,7 @@ def has_own_workers(query: Query, workers: Iterable[WorkerInfo]) -> bool:
 
 
 def bar_of(info: WorkerInfo, status: Status, query: Query, own: bool = False) -> Bar | None:
-    """Why a worker can't take a request; None if it can. Silence alone is no bar.
+    """Why a worker can't take a request; None if it can. Silence and a role alone are no bar.
 
     `own`: what `has_own_workers` says.
     """
@@ -32,8 +32,6 @@ def bar_of(info: WorkerInfo, status: Status, query: Query, own: bool = False) ->
         return Bar.NOT_RESERVED
     if info.id in query.excluded:
         return Bar.EXCLUDED
-    if info.role is WorkerRole.PREFILL:
-        return Bar.PREFILL_ONLY
     if query.labels and any(info.labels.get(k) != v for k, v in query.labels.items()):
         return Bar.LABELS
     if query.block_size and info.block_size != query.block_size:

@@ -5,33 +5,50 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.router.core.answers import Scored
-from services.router.core.choice import Choice, Verdict
+from services.router.core.apart import Path
+from services.router.core.choice import Choice, Page, Verdict
 from services.router.core.policies import Ask, Policy
 
 
-def fared(choice: Choice, verdict: Verdict, policy: Policy, ask: Ask) -> list[Scored]:
-    """All that were in choice, whoever was chosen first, then by cost."""
-    costs, best = verdict.costs, verdict.best
+def fared(
+    choice: Choice, verdict: Verdict, policy: Policy, ask: Ask, split: Path | None = None
+) -> list[Scored]:
+    """All that were in choice, whoever was chosen first, then by cost; `split`: the way that was
+    taken, if prefill and decode are apart.
+    """
+    chosen = split.decode if split else choice.pages[verdict.best]
+    numbered = enumerate(choice.pages)
     return [
         Scored(
             page.rank.holder,
+            page.worker.info.role,
             replace(page.candidate),
             policy.score(ask, page.candidate),
-            i == best,
+            page is chosen,
             None,
-            "" if i == best else _why_lost(i, choice, verdict, policy, ask),
+            "" if page is chosen else _why_lost(i, chosen, choice, verdict, policy, ask, split),
         )
         for i, page in sorted(
-            enumerate(choice.pages), key=lambda numbered: (numbered[0] != best, costs[numbered[0]])
+            numbered, key=lambda one: (one[1] is not chosen, verdict.costs[one[0]])
         )
     ]
 
 
-def _why_lost(i: int, choice: Choice, verdict: Verdict, policy: Policy, ask: Ask) -> str:
+def _why_lost(
+    i: int,
+    chosen: Page,
+    choice: Choice,
+    verdict: Verdict,
+    policy: Policy,
+    ask: Ask,
+    split: Path | None,
+) -> str:
     costs, best = verdict.costs, verdict.best
-    winner = choice.pages[best].rank.holder.id
+    winner = chosen.rank.holder.id
     if verdict.stays:
         return f"the session stays with {winner}"
+    if split is not None:
+        return f"prefilled apart, the request goes on at {winner}"
     if costs[i] < costs[best] - policy.tolerance:
         return f"its queue is longer than the limit; {winner} is free sooner"
     if costs[i] <= costs[best] + policy.tolerance:

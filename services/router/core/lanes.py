@@ -57,16 +57,16 @@ class Lanes:
         self._lanes.clear()
         self._taken = None
 
-    def slots(self, key: Hashable, now: float) -> frozenset[int]:
-        """Where those of a lane may run now."""
-        return self._reach(self._lanes[key], now).slots
+    def claims(self, key: Hashable, now: float) -> frozenset[int]:
+        """Whose time those of a lane wait for: where they may run now, or be prefilled."""
+        return self._reach(self._lanes[key], now).all
 
     def taken(self, now: float) -> Set[int]:
-        """Where anybody who waits may run now."""
+        """Where anybody who waits may run now, or be prefilled."""
         if self._taken is None or not self._core.holds(self._taken, now):
             reaches = [self._reach(lane, now) for lane in self._lanes.values()]
             self._taken = Reach(
-                frozenset[int]().union(*(reach.slots for reach in reaches)),
+                frozenset[int]().union(*(reach.all for reach in reaches)),
                 self._core.choices_version,
                 min((reach.until for reach in reaches), default=now),
             )
@@ -77,7 +77,7 @@ class Lanes:
         on; not those of which none will. All of a lane's are taken to get as much of it.
         """
         lane = self._lanes.get(key)
-        mine = self._core.reach(query, now).slots if lane is None else self.slots(key, now)
+        mine = (self._core.reach(query, now) if lane is None else self._reach(lane, now)).slots
         shares: dict[Hashable, float] = {}
         for key, lane in self._lanes.items():
             theirs = self._reach(lane, now).slots

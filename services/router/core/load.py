@@ -2,7 +2,9 @@
 
 A decision counts at once as a booking. The worker's admission, seen under the booking's attempt id,
 confirms it; a booking that nothing confirms expires. Requests that other routers placed appear with
-their admissions. Nothing here knows of blocks stored, models or liveness.
+their admissions. A request that is prefilled apart is two here: one leg that never decodes, and one
+whose prompt is neither queued nor computed as long as its KV is to come. Nothing here knows of
+blocks stored, models or liveness.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from services.common.ids import AttemptId
 from services.router.core.cost import Candidate
 from services.router.core.inflight import InflightPrefixes, Mates, anchored
 from services.router.core.requests import (
+    Admitted,
     Clock,
     Decoded,
     Estimate,
     Finished,
+    Incoming,
     LoadView,
     PrefillDone,
     Request,
@@ -75,17 +79,29 @@ class LoadBook:
         now: float,
         sequences: int = 1,
         onboards: bool = False,
+        then: AttemptId | None = None,
+        incoming: Incoming | None = None,
     ) -> None:
-        """A placement of this router counts from now on."""
+        """A placement of this router counts from now on.
+
+        `then` names the leg that decodes when this one has prefilled; `incoming` tells that leg
+        what will be handed to it. Book the prefill first: the other lasts as long as that runs.
+        """
+        transfer = incoming.tokens if incoming else 0
         request = Request(
             slot,
             prompt_tokens,
-            prompt_tokens - cached_tokens,
+            max(0, prompt_tokens - cached_tokens - transfer),
             keys,
             sequences=sequences,
             booked_until=now + self._ttl,
             predicted=cached_tokens,
             onboards=onboards,
+            prefill_only=then is not None,
+            transfer=transfer,
+            incoming=incoming,
+            then=then,
+            shared=not transfer,
         )
         self._add(attempt_id, request)
 
@@ -102,9 +118,13 @@ class LoadBook:
         count = 0
         while self._bookings:
             attempt_id = next(iter(self._bookings))
-            until = self._requests[attempt_id].booked_until
+            request = self._requests[attempt_id]
+            until = request.booked_until
             if until is not None and until > now:
                 break
+            if request.incoming is not None and self._is_running(request.incoming.first):
+                self._renew(attempt_id, now)
+                continue
             self._drop(attempt_id)
             count += 1
         self.expired += count
@@ -112,46 +132,59 @@ class LoadBook:
 
     def is_booked(self, slot: int, attempt_id: AttemptId) -> bool:
         """Whether this router booked the request there and no event has confirmed it yet."""
-        request = self._requests.get(attempt_id)
-        return request is not None and request.slot == slot and request.booked_until is not None
+        return attempt_id in self._bookings and self._requests[attempt_id].slot == slot
 
     # What workers tell.
 
-    def admitted(self, slot: int, event: RequestAdmitted, estimate: Estimate, now: float) -> int:
-        """An engine took a request; the estimate is for one that is booked nowhere here.
-
-        Returns the prompt tokens that it is thought to compute.
-        """
+    def admitted(
+        self, slot: int, event: RequestAdmitted, estimate: Estimate, now: float
+    ) -> Admitted:
+        """An engine took a request; the estimate is for one that is booked nowhere here."""
         booked = self._requests.get(event.attempt_id)
-        predicted = None
-        uncached = max(1, event.prompt_tokens - estimate.cached_tokens)
-        onboards = estimate.onboards
+        mine = None
+        cached, onboards = estimate.cached_tokens, estimate.onboards
         if booked is not None:
             self._drop(event.attempt_id)
             if booked.slot == slot and booked.booked_until is not None:
-                predicted = booked.predicted
-                uncached = max(1, event.prompt_tokens - (predicted or 0))
-                onboards = booked.onboards
+                mine = booked
+                cached, onboards = booked.predicted or 0, booked.onboards
+        filled = max(1, event.prompt_tokens - cached)
+        # Nothing more can come than what isn't there.
+        transfer = min(event.transfer_tokens, max(0, event.prompt_tokens - cached))
         request = Request(
             slot,
             event.prompt_tokens,
-            uncached,
+            max(0, filled - transfer),
             event.keys,
-            predicted=predicted,
+            predicted=mine.predicted if mine else None,
             admitted_at=now,
             onboards=onboards,
+            prefill_only=event.prefill_only,
+            transfer=transfer,
+            incoming=mine.incoming if mine else None,
+            then=mine.then if mine else None,
+            shared=not transfer,
         )
-        clock = self._clocks[slot]
-        if not clock.queue:
-            clock.head_since = now
         self._add(event.attempt_id, request)
-        clock.queue[event.attempt_id] = None
-        return uncached
+        if not transfer:
+            self._queue(event.attempt_id, request, now)
+        missed = None
+        if mine and mine.incoming and not event.transfer_tokens:
+            missed = mine.incoming.source
+        return Admitted(filled, missed)
 
     def first_token(
-        self, slot: int, attempt_id: AttemptId, cached_tokens: int, now: float
+        self,
+        slot: int,
+        attempt_id: AttemptId,
+        cached_tokens: int,
+        now: float,
+        transferred_tokens: int = 0,
     ) -> PrefillDone | None:
-        """A request's prefill is over. None if the request is not known."""
+        """A request's prefill is over. None if the request is not known, or had none: its KV came.
+
+        `transferred_tokens` are those of the cached ones whose KV came from another worker.
+        """
         request = self._requests.get(attempt_id)
         if (
             request is None
@@ -160,14 +193,37 @@ class LoadBook:
             or request.booked_until is not None
         ):
             return None
+        computed = max(0, request.prompt_tokens - cached_tokens)
+        came = request.awaits and (
+            transferred_tokens >= request.transfer or computed <= max(1, request.uncached)
+        )
         self._begin_decode(slot, attempt_id, request, now)
         self.changed.add(slot)
         clock = self._clocks[slot]
         request.began = (now, clock.decoding_s, clock.kv_s)
+        if request.transfer:
+            request.transfer = min(transferred_tokens, cached_tokens, request.prompt_tokens)
+            request.failed = False
+            if came:
+                return None
+            request.admitted_at = None
         # Time spent on loading tells nothing of how fast the engine computes.
         since = None if request.onboards else request.admitted_at
-        computed = max(0, request.prompt_tokens - cached_tokens)
         return PrefillDone(slot, computed, pairs_of(request.prompt_tokens, computed), since)
+
+    def transfer_ended(
+        self, slot: int, attempt_id: AttemptId, tokens: int, now: float
+    ) -> Incoming | None:
+        """KV has come for a request that waits, or (0 tokens) it computes its prompt after all.
+
+        Returns what this router had thought of it, if it decided it.
+        """
+        request = self._requests.get(attempt_id)
+        if request is None or request.slot != slot or request.booked_until is not None:
+            return None
+        if not tokens and request.awaits:
+            self._fail(attempt_id, request, now)
+        return request.incoming
 
     def finished(
         self,
@@ -197,11 +253,15 @@ class LoadBook:
         if next(iter(clock.queue), None) == attempt_id:
             clock.head_since = now
         self._drop(attempt_id)
+        if request.then is not None and request.then in self._bookings:
+            # From now on it has to hurry.
+            self._renew(request.then, now)
+        handed = 0 if request.failed else min(request.transfer, cached_tokens)
         return Finished(
             slot,
             attempt_id,
-            request.prompt_tokens,
-            cached_tokens,
+            request.prompt_tokens - handed,
+            cached_tokens - handed,
             request.predicted,
             aborted,
             decoded,
@@ -243,7 +303,9 @@ class LoadBook:
             if before is None:
                 expected = estimate(event)
             else:
-                expected = Estimate(before.prompt_tokens - before.uncached, before.onboards)
+                had = before.prompt_tokens - before.uncached
+                had -= 0 if before.failed else before.transfer
+                expected = Estimate(max(0, had), before.onboards)
             self.admitted(slot, event, expected, now)
             request = self._requests[event.attempt_id]
             # When it came nobody says: its first token then tells nothing of the engine's rate.
@@ -251,10 +313,15 @@ class LoadBook:
             if before is not None:
                 request.predicted = before.predicted
                 request.began = before.began
+                request.incoming, request.then = before.incoming, before.then
                 if before.booked_until is None:
                     request.admitted_at = before.admitted_at
+                    if before.failed and request.awaits:
+                        self._fail(event.attempt_id, request, now)
             if running.decoding:
                 self._begin_decode(slot, event.attempt_id, request, now)
+                if before is not None and before.decoding:
+                    request.transfer, request.failed = before.transfer, before.failed
         if report is not None:
             self.report(slot, report, now)
         else:
@@ -272,7 +339,7 @@ class LoadBook:
         candidate.decoding = sums.decoding
         candidate.active_tokens = sums.active_tokens
         candidate.active_blocks = sums.active_blocks
-        candidate.queued_requests = sums.booked + sums.queued
+        candidate.queued_requests = sums.booked + sums.queued - sums.awaiting
         candidate.queued_tokens = queued
         candidate.queued_pairs = sums.pairs
         head = next(iter(clock.queue), None)
@@ -331,22 +398,28 @@ class LoadBook:
             assert attempt_id in self._by_slot[request.slot]
             assert (request.booked_until is not None) == (attempt_id in self._bookings)
             assert not (request.decoding and request.booked_until is not None)
+            assert 0 <= request.uncached <= max(1, request.prompt_tokens)
+            assert 0 <= request.transfer <= request.prompt_tokens
+            assert request.shared != request.awaits
             self._count(sums[request.slot], request, 1)
-            for key in anchored(request.keys):
+            for key in anchored(request.keys) if request.shared else ():
                 prefixes[key, request.slot] = prefixes.get((key, request.slot), 0) + 1
         for slot, mine in self._sums.items():
             # Pairs are halves of integers, so they add up exactly.
             assert sums[slot] == mine, (sums[slot], mine)
+            assert min(mine.booked, mine.queued, mine.awaiting, mine.decoding) >= 0
             queue = [
                 a
                 for a in self._by_slot[slot]
-                if not self._requests[a].decoding and self._requests[a].booked_until is None
+                if not self._requests[a].decoding
+                and not self._requests[a].awaits
+                and self._requests[a].booked_until is None
             ]
             assert set(queue) == self._clocks[slot].queue.keys()
             kv = sum(
                 self._requests[a].prompt_tokens
                 for a in self._by_slot[slot]
-                if self._requests[a].decoding
+                if self._requests[a].decodes
             )
             assert kv == self._clocks[slot].kv_tokens
         assert prefixes == self._inflight.counts()
@@ -361,7 +434,8 @@ class LoadBook:
         if request.booked_until is not None:
             self._bookings[attempt_id] = None
         self._count(self._sums[request.slot], request, 1)
-        self._inflight.add(request.slot, request.keys)
+        if request.shared:
+            self._inflight.add(request.slot, request.keys)
         self.changed.add(request.slot)
 
     def _drop(self, attempt_id: AttemptId) -> None:
@@ -369,23 +443,65 @@ class LoadBook:
         self._by_slot[request.slot].discard(attempt_id)
         clock = self._clocks[request.slot]
         clock.queue.pop(attempt_id, None)
-        if request.decoding:
+        if request.decodes:
             clock.kv_tokens -= request.prompt_tokens
         self._bookings.pop(attempt_id, None)
         self._count(self._sums[request.slot], request, -1)
-        self._inflight.remove(request.slot, request.keys)
+        if request.shared:
+            self._inflight.remove(request.slot, request.keys)
         self.changed.add(request.slot)
+
+    def _queue(self, attempt_id: AttemptId, request: Request, now: float) -> None:
+        """An admitted request waits for its engine's turn from now on."""
+        clock = self._clocks[request.slot]
+        if not clock.queue:
+            clock.head_since = now
+        clock.queue[attempt_id] = None
+
+    def _fail(self, attempt_id: AttemptId, request: Request, now: float) -> None:
+        """Its KV does not come: it has to be computed, behind those that are there by now."""
+        sums = self._sums[request.slot]
+        self._count(sums, request, -1)
+        request.failed = True
+        request.uncached = min(max(1, request.prompt_tokens), request.uncached + request.transfer)
+        request.admitted_at = None
+        self._count(sums, request, 1)
+        self._share(request)
+        self._queue(attempt_id, request, now)
+        self.changed.add(request.slot)
+
+    def _share(self, request: Request) -> None:
+        """What it brings will be there for those behind it."""
+        if not request.shared:
+            request.shared = True
+            self._inflight.add(request.slot, request.keys)
+
+    def _is_running(self, attempt_id: AttemptId) -> bool:
+        """Whether an engine has it."""
+        request = self._requests.get(attempt_id)
+        return request is not None and request.booked_until is None
+
+    def _renew(self, attempt_id: AttemptId, now: float) -> None:
+        """A booking lives as long again as a new one."""
+        self._requests[attempt_id].booked_until = now + self._ttl
+        # The last one to expire.
+        del self._bookings[attempt_id]
+        self._bookings[attempt_id] = None
 
     def _begin_decode(self, slot: int, attempt_id: AttemptId, request: Request, now: float) -> None:
         self._sum_decodes(slot, now)
         sums, clock = self._sums[slot], self._clocks[slot]
+        awaited = request.awaits
         self._count(sums, request, -1)
         request.decoding = True
         self._count(sums, request, 1)
-        clock.kv_tokens += request.prompt_tokens
-        clock.queue.pop(attempt_id, None)
-        # It works on the next one from now on.
-        clock.head_since = now
+        self._share(request)
+        if request.decodes:
+            clock.kv_tokens += request.prompt_tokens
+        if not awaited:
+            clock.queue.pop(attempt_id, None)
+            # It works on the next one from now on.
+            clock.head_since = now
 
     def _sum_decodes(self, slot: int, now: float) -> None:
         """Carries the sums over time on to `now`; called before the decodes change."""
@@ -401,12 +517,14 @@ class LoadBook:
         sums.active_blocks += sign * max(1, len(request.keys))
         if not request.decoding:
             sums.pairs += sign * request.pairs
+        if request.awaits:
+            sums.awaiting += sign * (1 if request.booked_until is None else request.sequences)
         if request.booked_until is not None:
             sums.booked += sign * request.sequences
             sums.booked_tokens += sign * request.uncached
-        elif request.decoding:
+        elif request.decodes:
             sums.decoding += sign
-        else:
+        elif not request.decoding:
             sums.queued += sign
             sums.queued_tokens += sign * request.uncached
             if request.after_report:

@@ -21,7 +21,7 @@ from services.common.events.model import (
     TierRate,
 )
 from services.common.ids import BlockKey
-from services.router.core.answers import NodeSnapshot, Outcome, TierView
+from services.router.core.answers import NodeSnapshot, Report, TierView
 from services.router.core.doubts import Doubts
 from services.router.core.lives import Life, Liveness, Status, Word
 from services.router.core.tiers import ALL_TIERS, LOWER_TIERS, Holding, Reach, TierSpace
@@ -143,7 +143,7 @@ class NodeTable:
         if self.reset(snapshot, now):
             yield True
 
-    def apply(self, batch: Batch, now: float) -> tuple[Outcome, ...]:
+    def apply(self, batch: Batch, now: float) -> tuple[Report, ...]:
         """News of a daemon, in order, without gaps. Requests never end here: returns ()."""
         node = self._hear(batch.publisher, batch.incarnation, now)
         if node is None:

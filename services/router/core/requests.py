@@ -20,7 +20,7 @@ class LoadView:
     queued: int = 0
     """Admitted requests without a first token."""
     decoding: int = 0
-    """Requests that produce tokens."""
+    """Requests that produce tokens; prefill legs never do."""
     queued_tokens: int = 0
     """Prompt tokens ahead of a new request, still to be computed; bookings included."""
     active_tokens: int = 0
@@ -48,7 +48,11 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that left an engine; `predicted` is None unless this router placed it."""
+    """A request that left an engine; `predicted` is None unless this router placed it.
+
+    Tokens are those that its worker had to get by itself: what another one handed over is neither
+    cached nor computed there.
+    """
 
     slot: int
     attempt_id: AttemptId
@@ -57,6 +61,29 @@ class Finished:
     predicted: int | None
     aborted: bool
     decoded: Decoded | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """KV that another worker is to hand over to one that decodes, as this router decided."""
+
+    tokens: int
+    source: str
+    """Id of the worker that prefills."""
+    seconds: float
+    """Predicted, of the transfer alone."""
+    first: AttemptId
+    """The leg that prefills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What an admission brings to its worker."""
+
+    filled_tokens: int
+    """Prompt tokens that are new to its cache: computed there, or handed over."""
+    missed: str | None = None
+    """The worker whose KV should have come with it, and doesn't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +118,40 @@ class Request:
     sequences: int = 1
     booked_until: float | None = None
     decoding: bool = False
+    """Whether its first token is out."""
     predicted: int | None = None
     admitted_at: float | None = None
     after_report: bool = True
     onboards: bool = False
     began: tuple[float, float, float] | None = None
     """When its first token came, and the slot's decode sums then; None: not seen."""
+    prefill_only: bool = False
+    """It ends with its first token."""
+    transfer: int = 0
+    """Prompt tokens whose KV another worker hands over."""
+    failed: bool = False
+    """Whether that is known to have failed: it computes them."""
+    incoming: Incoming | None = None
+    """What this router knows of that, if it decided it."""
+    then: AttemptId | None = None
+    """Of a leg that prefills, placed by this router: the one that decodes."""
+    shared: bool = True
+    """Whether what it brings will be there for those behind it."""
 
     @property
     def pairs(self) -> float:
         """See `pairs_of`."""
         return pairs_of(self.prompt_tokens, self.uncached)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether it waits for KV instead of a turn of its engine."""
+        return self.transfer > 0 and not self.failed and not self.decoding
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it produces token after token."""
+        return self.decoding and not self.prefill_only
 
 
 @dataclass(slots=True)
@@ -110,6 +160,8 @@ class Sums:
 
     booked: int = 0
     queued: int = 0
+    awaiting: int = 0
+    """Of these two, those that wait for KV from another worker."""
     decoding: int = 0
     booked_tokens: int = 0
     queued_tokens: int = 0
@@ -132,7 +184,7 @@ class Clock:
     kv_tokens: int = 0
     summed_at: float = 0.0
     queue: dict[AttemptId, None] = field(default_factory=dict)
-    """Admitted requests without a first token, in order."""
+    """Admitted requests without a first token, in order, but those that wait for KV."""
 
 
 def pairs_of(prompt_tokens: int, uncached: int) -> float:

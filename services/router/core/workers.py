@@ -12,7 +12,7 @@ _MODELS_REMEMBERED = 1024
 
 
 class WorkerRole(StrEnum):
-    """What a worker does in a disaggregated cluster."""
+    """What a worker does in a disaggregated cluster. A label: each could do everything."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -52,6 +52,8 @@ class WorkerInfo:
     """Whom it is reserved for; empty: for all that have no workers of their own."""
     namespace: bytes = b""
     """Digest of what gives its blocks' bytes their meaning."""
+    transfer: str = ""
+    """How others can take KV from it, and it from them; empty: not at all."""
 
     def serves(self, name: str) -> bool:
         """Whether `name` is its model or one of its adapters."""

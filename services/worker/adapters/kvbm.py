@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -50,12 +51,14 @@ class KvbmClient:
 
     async def look_up(self, question: Question) -> Mapping[str, Any]:
         """What the engine is to know of a request's blocks, as `kv_transfer_params`."""
+        if question.only_stored:
+            question = replace(question, have=len(question.keys))
         terms = Terms(
             assumed=question.have,
             recompute_block_s=question.recompute_block_s,
             tenant=question.tenant,
         )
-        if question.have >= len(question.keys):
+        if question.have >= len(question.keys) and not (question.only_stored and question.keys):
             self._count("needless")
             return to_params(terms)
         now_s = time.monotonic()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from forebay.worker.v1 import worker_pb2 as pb
 
+from services.common.cards import Holder
 from services.worker.core.backlog import Frame
 from services.worker.core.model import (
     Delta,
     FinishReason,
     Generation,
+    Handle,
     PositionLogprobs,
     Sampling,
 )
@@ -50,11 +52,7 @@ def sampling(m: pb.SamplingParams) -> Sampling:
 
 def generation(m: pb.GenerateRequest) -> Generation:
     """A request."""
-    unbuilt = (
-        *(("kv_lease",) if m.kv_lease else ()),
-        *(("transfer",) if m.HasField("transfer") else ()),
-        *(("prefill_only",) if m.prefill_only else ()),
-    )
+    unbuilt = (*(("kv_lease",) if m.kv_lease else ()),)
     return Generation(
         request_id=m.request_id,
         attempt_id=m.attempt_id,
@@ -71,6 +69,8 @@ def generation(m: pb.GenerateRequest) -> Generation:
         tracestate=m.tracestate,
         dp_rank=m.dp_rank if m.HasField("dp_rank") else None,
         client_request_id=m.client_request_id,
+        prefill_only=m.prefill_only,
+        transfer=_handle_back(m.transfer) if m.HasField("transfer") else None,
         unbuilt=unbuilt,
     )
 
@@ -85,6 +85,8 @@ def delta(d: Delta) -> pb.RequestDelta:
         stop_token_id=d.stop_token_id,
         cached_tokens=d.cached_tokens,
         prompt_logprobs=[_position(p) for p in d.prompt_logprobs],
+        transfer=None if d.transfer is None else _handle(d.transfer),
+        transferred_tokens=d.transferred_tokens,
     )
     if d.failure is not None:
         m.error.code = d.failure.code
@@ -97,6 +99,32 @@ def delta(d: Delta) -> pb.RequestDelta:
 def frame(f: Frame) -> pb.SessionResponse:
     """What a session sends at once."""
     return pb.SessionResponse(step=f.step, deltas=[delta(d) for d in f.deltas])
+
+
+def _handle(h: Handle) -> pb.TransferHandle:
+    return pb.TransferHandle(
+        source=Holder(h.source, h.source_incarnation, h.source_rank).to_proto(),
+        namespace=h.namespace,
+        engine_params=h.params,
+        expires_ms=round(h.expires_s * 1000),
+        way=h.way,
+        tokens=h.tokens,
+        request_id=h.request_id,
+    )
+
+
+def _handle_back(m: pb.TransferHandle) -> Handle:
+    return Handle(
+        source=m.source.id,
+        source_incarnation=m.source.incarnation,
+        source_rank=m.source.dp_rank,
+        namespace=m.namespace,
+        params=m.engine_params,
+        way=m.way,
+        tokens=m.tokens,
+        request_id=m.request_id,
+        expires_s=m.expires_ms / 1000,
+    )
 
 
 def _position(p: PositionLogprobs) -> pb.PositionLogprobs:

@@ -56,6 +56,16 @@ class WorkerMetrics:
         self.kvbm_attached = gauge(
             "kvbm_attached", "1 while the engine may save into kvbm's arena."
         )
+        self.transfers = counter(
+            "transfers_total", "KV of other workers' prefills, by result.", ("result",)
+        )
+        self.transfer_seconds = histogram(
+            "transfer_seconds", "Transfers of KV that were taken.", _LOOKUP_BUCKETS
+        )
+        self.transfer_bytes = counter("transfer_bytes_total", "Bytes of them.")
+        self._held = gauge(
+            "held_transfers", "Finished prefills whose KV waits to be taken.", ("dp_rank",)
+        )
         self._kvbm_blocks = counter("kvbm_blocks_total", "Blocks of the connector.", ("event",))
         self._kvbm_seconds = counter("kvbm_copy_seconds_total", "Seconds copying.", ("direction",))
         self._kvbm_events = counter("kvbm_events_total", "What else it met.", ("event",))
@@ -64,6 +74,8 @@ class WorkerMetrics:
             self.finished.labels(reason)
         for outcome in ("hit", "miss", "unknown", "needless", "timeout", "failed", "breaker"):
             self.kvbm_lookups.labels(outcome)
+        for result in ("taken", "failed", "refused"):
+            self.transfers.labels(result)
         for event in ("saved", "unsaved", "skipped", "loaded", "failed", "bad"):
             self._kvbm_blocks.labels(event)
         for direction in ("load", "save"):
@@ -88,5 +100,6 @@ class WorkerMetrics:
         self._running.labels(rank).set(report.running_requests)
         self._waiting.labels(rank).set(report.waiting_requests)
         self._pending.labels(rank).set(report.pending_prefill_tokens)
+        self._held.labels(rank).set(report.held_transfers)
         total = report.total_blocks
         self._usage.labels(rank).set(report.used_blocks / total if total else 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from services.worker.errors import EngineStartError
@@ -11,20 +12,24 @@ from services.worker.errors import EngineStartError
 if TYPE_CHECKING:
     from services.worker.connector.cachelayout import CacheLayout
 
-WAY_OUT = "start the worker without kvbm, or with another model"
+WAY_OUT = "start the worker without it, or with another model"
 
 
-def check_config(config: Any) -> None:
-    """Raises EngineStartError for a vLLM configuration whose blocks tiers can't hold.
+def check_config(config: Any, part: str = "kvbm", *, several_ranks: bool = False) -> None:
+    """Raises EngineStartError for a vLLM configuration whose blocks `part` can't carry.
 
-    What shows only when the model's layers are known is left to `check_cache`.
+    What shows only when the model's layers are known is left to `check_cache`. `several_ranks`:
+    tensor parallel engines are welcome.
     """
+    _refuse = partial(_refuse_for, part)
     parallel, model = config.parallel_config, config.model_config
     if config.speculative_config is not None:
         _refuse("speculative decoding")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         _refuse("context parallelism")
-    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+    if parallel.pipeline_parallel_size > 1 or (
+        parallel.tensor_parallel_size > 1 and not several_ranks
+    ):
         _refuse("an engine of several tensor or pipeline ranks")
     if model.is_encoder_decoder:
         _refuse("an encoder-decoder model")
@@ -43,6 +48,7 @@ def check_cache(cache: Any) -> None:
     """Raises EngineStartError for a KV cache that isn't one group of plain full attention."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    _refuse = partial(_refuse_for, "kvbm")
     groups = cache.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(sorted({type(g.kv_cache_spec).__name__ for g in groups})) or "none"
@@ -77,5 +83,5 @@ def check_layout(caches: Sequence[Any], blocks: int) -> CacheLayout:
         raise EngineStartError(f"kvbm does not know this cache's layout: {exc}; {WAY_OUT}") from exc
 
 
-def _refuse(what: str) -> None:
-    raise EngineStartError(f"kvbm does not support {what}; {WAY_OUT}")
+def _refuse_for(part: str, what: str) -> None:
+    raise EngineStartError(f"{part} does not support {what}; {WAY_OUT}")

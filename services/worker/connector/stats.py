@@ -9,7 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 
 class ForebayStats(KVConnectorStats):  # type: ignore[misc]
-    """`counts`: what happened since the last ones; `node`, `copying`, `slots`: how it is now."""
+    """`counts`, `transfers`: what happened since the last ones; `node`, `slots`, `held`, `fences`:
+    how it is now.
+    """
 
     data: dict[str, Any]
 
@@ -21,7 +23,10 @@ class ForebayStats(KVConnectorStats):  # type: ignore[misc]
         """Adds later figures."""
         counts = Counter(self.data.get("counts", {}))
         counts.update(other.data.get("counts", {}))
-        return ForebayStats(data={**self.data, **other.data, "counts": dict(counts)})
+        data = {**self.data, **other.data, "counts": dict(counts)}
+        if transfers := [*self.data.get("transfers", ()), *other.data.get("transfers", ())]:
+            data["transfers"] = transfers
+        return ForebayStats(data=data)
 
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's own log lines."""

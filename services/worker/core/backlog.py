@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.worker.core.model import Delta, Failure, FinishReason, PositionLogprobs
+from services.worker.core.model import Delta, Failure, FinishReason, Handle, PositionLogprobs
 
 
 @dataclass(slots=True)
@@ -20,6 +20,8 @@ class _Share:
     stop_token_id: int | None = None
     cached_tokens: int | None = None
     failure: Failure | None = None
+    transfer: Handle | None = None
+    transferred_tokens: int = 0
     cost: int = 0
 
     def add(self, delta: Delta) -> None:
@@ -29,8 +31,10 @@ class _Share:
         self.finish = delta.finish
         self.stop_token_id = delta.stop_token_id
         self.failure = delta.failure
+        self.transfer = delta.transfer
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+            self.transferred_tokens = delta.transferred_tokens
         self.cost += delta.cost
 
     def delta(self, request_id: str) -> Delta:
@@ -43,6 +47,8 @@ class _Share:
             self.stop_token_id,
             self.cached_tokens,
             self.failure,
+            self.transfer,
+            self.transferred_tokens,
         )
 
 

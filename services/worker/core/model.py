@@ -39,6 +39,22 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Handle:
+    """KV that another worker computed and holds; meanings as in worker.proto's TransferHandle."""
+
+    source: str
+    """Id of that worker."""
+    source_incarnation: int
+    namespace: bytes
+    params: bytes
+    way: str
+    tokens: int
+    request_id: str
+    expires_s: float = 0.0
+    source_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """One request as a caller states it; `unbuilt` names fields that are not supported yet."""
 
@@ -57,6 +73,8 @@ class Generation:
     tracestate: str = ""
     dp_rank: int | None = None
     client_request_id: str = ""
+    prefill_only: bool = False
+    transfer: Handle | None = None
     unbuilt: tuple[str, ...] = ()
 
 
@@ -93,6 +111,8 @@ class Delta:
     stop_token_id: int | None = None
     cached_tokens: int | None = None
     failure: Failure | None = None
+    transfer: Handle | None = None
+    transferred_tokens: int = 0
 
     @property
     def cost(self) -> int:

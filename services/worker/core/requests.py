@@ -44,11 +44,24 @@ class RequestBook:
         max_new_tokens: int,
         keys: Sequence[BlockKey],
         dp_rank: int = 0,
+        transfer_tokens: int = 0,
+        prefill_only: bool = False,
     ) -> RequestAdmitted:
-        """Enters a request. Raises ValueError when `id` is in the book."""
+        """Enters a request. Raises ValueError when `id` is in the book.
+
+        `transfer_tokens` are to come from a prefill worker instead of being computed.
+        """
         if id in self._entries:
             raise ValueError(f"request {id} is already admitted")
-        event = RequestAdmitted(attempt_id, prompt_tokens, max_new_tokens, keys, dp_rank)
+        event = RequestAdmitted(
+            attempt_id,
+            prompt_tokens,
+            max_new_tokens,
+            keys,
+            dp_rank,
+            transfer_tokens,
+            prefill_only,
+        )
         self._entries[id] = _Entry(event)
         self.admitted += 1
         return event
@@ -61,6 +74,7 @@ class RequestBook:
         *,
         finished: bool,
         aborted: bool = False,
+        transferred_tokens: int = 0,
     ) -> list[Lifecycle]:
         """Takes news of a request; returns the events that follow, none for an unknown request."""
         entry = self._entries.get(id)
@@ -73,7 +87,7 @@ class RequestBook:
         entry.output_tokens += new_tokens
         if new_tokens and not entry.decoding:
             entry.decoding = True
-            events.append(RequestFirstToken(attempt, entry.cached_tokens, rank))
+            events.append(RequestFirstToken(attempt, entry.cached_tokens, rank, transferred_tokens))
         if finished:
             del self._entries[id]
             self.finished += 1
@@ -92,7 +106,11 @@ class RequestBook:
 
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens of requests without a first token: at most so many are to be computed."""
-        return sum(e.admitted.prompt_tokens for e in self._entries.values() if not e.decoding)
+        return sum(
+            e.admitted.prompt_tokens - e.admitted.transfer_tokens
+            for e in self._entries.values()
+            if not e.decoding
+        )
 
     def __len__(self) -> int:
         return len(self._entries)

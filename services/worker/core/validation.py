@@ -26,6 +26,8 @@ class Limits:
     max_model_len: int
     max_logprobs: int
     dp_size: int = 1
+    transfer: str = ""
+    """How its KV can be taken; empty: not at all."""
 
 
 def check(generation: Generation, limits: Limits) -> Failure | None:
@@ -34,7 +36,7 @@ def check(generation: Generation, limits: Limits) -> Failure | None:
     Reasons: INVALID_REQUEST (with the field), MODEL_NOT_FOUND, RESUME_UNSUPPORTED for prior output
     whose sampling state can't be restored, UNSUPPORTED for what is not built yet.
     """
-    for problems in (_unbuilt, _name, _prompt, _sampling, _resume, _rank):
+    for problems in (_unbuilt, _apart, _name, _prompt, _sampling, _resume, _rank):
         for failure in problems(generation, limits):
             return failure
     return None
@@ -59,6 +61,18 @@ def _unbuilt(generation: Generation, limits: Limits) -> Iterator[Failure]:
             f"{field} is set, but this version of the worker does not support it",
             field,
         )
+
+
+def _apart(generation: Generation, limits: Limits) -> Iterator[Failure]:
+    if generation.prefill_only and not limits.transfer:
+        yield Failure(
+            _FAILED_PRECONDITION,
+            "NO_TRANSFER",
+            "prefill_only is set, but this worker's engine can't hand KV to others",
+            "prefill_only",
+        )
+    if generation.prefill_only and generation.transfer is not None:
+        yield _invalid("transfer", "a prefill leg takes no transfer")
 
 
 def _name(generation: Generation, limits: Limits) -> Iterator[Failure]:

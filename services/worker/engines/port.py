@@ -28,10 +28,9 @@ class EngineRequest:
     block_hashes: Sequence[bytes] | None = None
     """Of the full blocks of `token_ids`, when they are known; None: the engine makes them."""
     prefill_only: bool = False
-    """It ends with its first token, and its KV stays for another engine, which `Output.transfer`
-    tells how to take it."""
+    """It ends with its first token, and its KV stays to be taken by another engine."""
     transfer: Mapping[str, Any] | None = None
-    """KV of `token_ids` that another engine keeps, in that engine's words; None: there is none."""
+    """What another engine's prefill of these tokens gave out (`Output.transfer`), to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +51,9 @@ class Output:
     queued_s: float | None = None
     error: str = ""
     transfer: Mapping[str, Any] | None = None
-    """With the finish of a prefill-only request: how another engine takes its KV."""
+    """With the end of a prefill: the engine's own parameters for who takes the KV."""
     transferred_tokens: int = 0
-    """With `cached_tokens`: how many of them came from the engine that the request named."""
+    """With `cached_tokens`: those of them whose KV another engine computed for this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,18 @@ class EngineLoad:
     pending_prefill_tokens: int | None = None
     dp_rank: int = 0
     held_transfers: int = 0
-    """Ended prefill-only requests whose KV waits to be taken."""
+    """Finished prefills whose KV waits to be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferNews:
+    """How the transfer to one request went; 0 tokens: it failed (`why`), and they are computed."""
+
+    id: str
+    tokens: int
+    bytes: int
+    seconds: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,7 @@ class Step:
     blocks: tuple[BlockChange, ...] = ()
     loads: tuple[EngineLoad, ...] = ()
     tiers: TierNews | None = None
+    transfers: tuple[TransferNews, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,7 @@ class EngineProfile:
     simulated: bool = False
     """It has no weights, and its text is no model's."""
     transfer: str = ""
-    """How others can take KV from it ("nixl"), or "sim"; empty: not at all."""
+    """How other engines can take its KV, and it theirs; empty: not at all."""
 
 
 class EngineDead(Exception):
@@ -151,6 +162,10 @@ class Engine(Protocol):
 
     def poke(self) -> None:
         """Lets it do what waits beside requests (its connector's news) though it is idle."""
+        ...
+
+    def release_transfer(self, id: str) -> None:
+        """Nobody will take the KV of this prefill. Does nothing when that isn't held (any more)."""
         ...
 
     async def reset_cache(self) -> bool:

@@ -51,6 +51,7 @@ WORKER = Instance(
     draining=True,
     dp_size=4,
     kvbm="n1",
+    transfer="nixl",
 )
 
 

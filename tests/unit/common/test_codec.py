@@ -34,6 +34,7 @@ from services.common.events.model import (
     Tier,
     TierBlocks,
     TierRate,
+    TransferEnded,
 )
 from services.common.events.tiers import tier_events
 from services.common.ids import AttemptId, BlockKey
@@ -82,10 +83,13 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(BlocksCleared, tiers, numbers, spaces),
     st.builds(TierRate, tiers, st.floats(0, 1), st.floats(0, 1), spaces),
     st.builds(BlocksDigest, tiers, numbers, st.integers(0, 2**64 - 1), numbers, spaces),
-    st.builds(RequestAdmitted, attempts, numbers, numbers, keys, numbers),
-    st.builds(RequestFirstToken, attempts, numbers, numbers),
+    st.builds(RequestAdmitted, attempts, numbers, numbers, keys, numbers, numbers, st.booleans()),
+    st.builds(RequestFirstToken, attempts, numbers, numbers, numbers),
+    st.builds(
+        TransferEnded, attempts, st.text(max_size=3), numbers, numbers, st.floats(0, 1), numbers
+    ),
     st.builds(RequestFinished, attempts, numbers, numbers, st.booleans(), numbers),
-    st.builds(LoadReport, *[numbers] * 7),
+    st.builds(LoadReport, *[numbers] * 8),
 )
 
 

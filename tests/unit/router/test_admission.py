@@ -34,7 +34,7 @@ from services.router.core.eligibility import bar_of, has_own_workers
 from services.router.core.lives import Status
 from services.router.core.placement import CoreConfig, RouterCore
 from services.router.core.rates import RateDefaults
-from services.router.core.workers import WorkerInfo
+from services.router.core.workers import HolderId, WorkerInfo, WorkerRole
 from services.router.server import RouterServicer
 
 SIZE = 16
@@ -95,11 +95,22 @@ class Rig:
         """A worker has done with a placement, the oldest unless named."""
         p = placement or self.there[0]
         self.there.remove(p)
+        if p.prefill is not None:
+            leg = p.prefill
+            self.sequences[leg.holder.id] += 1
+            first = (
+                RequestAdmitted(leg.attempt_id, tokens, 1, (), prefill_only=True),
+                RequestFirstToken(leg.attempt_id, 0),
+                RequestFinished(leg.attempt_id, 0, 1),
+            )
+            batch = Batch(leg.holder.id, 1, self.sequences[leg.holder.id], 0, first)
+            self.core.apply(batch, self.now)
         self.sequences[p.holder.id] += 1
+        came = p.prefill.transfer_tokens if p.prefill else 0
         events = (
-            RequestAdmitted(p.attempt_id, tokens, 1, ()),
-            RequestFirstToken(p.attempt_id, 0),
-            RequestFinished(p.attempt_id, 0, 1),
+            RequestAdmitted(p.attempt_id, tokens, 1, (), transfer_tokens=came),
+            RequestFirstToken(p.attempt_id, came, transferred_tokens=came),
+            RequestFinished(p.attempt_id, came, 1),
         )
         batch = Batch(p.holder.id, 1, self.sequences[p.holder.id], 0, events)
         self.core.apply(batch, self.now)
@@ -350,6 +361,65 @@ def test_who_has_had_a_turn_does_not_wait_again() -> None:
     rig.place(1, admitted=True)
 
 
+class TestApart:
+    """w0 and w1 decode, and are busy with that; w2 prefills for them."""
+
+    def rig(self, decodes: int = 4) -> Rig:
+        rig = Rig(workers=3)
+        for worker in ("w0", "w1"):
+            rewrite(rig, worker, transfer="nixl")
+            for i in range(decodes):
+                name = AttemptId(f"x{i}{worker}")
+                rig.sequences[worker] += 1
+                events = RequestAdmitted(name, 1, 99), RequestFirstToken(name, 0)
+                batch = Batch(worker, 1, rig.sequences[worker], 0, events)
+                rig.core.apply(batch, rig.now)
+        rewrite(rig, "w2", transfer="nixl", role=WorkerRole.PREFILL)
+        return rig
+
+    def test_a_prefill_worker_gets_no_more_than_its_share(self) -> None:
+        rig = self.rig()
+        rig.place(9)
+        assert [p.prefill is not None for p in rig.there].count(True) == 3
+        rig.wait()
+        rig.wait(whole=True)
+
+    def test_nobody_overtakes_those_who_wait_where_they_would_be_prefilled(self) -> None:
+        rig = self.rig()
+        rig.place(3, pinned="w0", whole=True)
+        rig.place(1, pinned="w1")
+        assert rig.there[-1].prefill is not None
+        rig.finish(rig.there[-1])
+        waiting = rig.wait(pinned="w0")
+        rig.place(1, pinned="w1")
+        assert rig.there[-1].prefill is None, "w2 is for the one who waits"
+        rig.admission.cancel(waiting.number)
+        rig.wait(pinned="w0", whole=True)
+        rig.place(1, pinned="w1")
+        assert rig.there[-1].prefill is not None, "who waits has no use for w2"
+
+    def test_who_waits_is_placed_apart(self) -> None:
+        rig = self.rig()
+        rig.place(3, pinned="w0", whole=True)
+        waiting = rig.wait(pinned="w0")
+        assert rig.pump() == []
+        rig.finish()
+        (one,) = rig.pump()
+        assert one.number == waiting.number
+        assert isinstance(one.answer, Placement) and one.answer.prefill is not None
+
+    def test_one_that_waits_is_not_overtaken_within_a_pass(self) -> None:
+        rig = self.rig()
+        rig.place(3, pinned="w0", whole=True)
+        rig.place(3, pinned="w1", whole=True)
+        first, second = rig.wait(pinned="w0", priority=1), rig.wait(pinned="w1")
+        rig.finish(next(p for p in rig.there if p.holder.id == "w1"))
+        (one,) = rig.pump()
+        assert one.number == second.number and isinstance(one.answer, Placement)
+        assert one.answer.prefill is None, "w2 is for the first"
+        assert rig.admission.cancel(first.number)
+
+
 def test_the_outlook() -> None:
     rig = Rig()
     query = Query("m", 1000, (), SIZE)
@@ -363,25 +433,40 @@ def test_the_outlook() -> None:
 
 class AdmissionMachine(RuleBasedStateMachine):
     """Everyone who waits is answered once: placed, refused, or gone by their own will. Nobody is
-    passed over by who came later, nor waits while a worker is free that only others wait for.
+    passed over by who came later, where it runs or where it is prefilled, nor waits while a worker
+    is free that only others wait for. Roles change at any time.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rig = Rig(workers=3)
-        rewrite(self.rig, "w1", dp_size=2, adapters={"tuned": "/tuned"})
-        rewrite(self.rig, "w2", labels={"zone": "b"})
+        rewrite(self.rig, "w0", transfer="nixl")
+        rewrite(self.rig, "w1", dp_size=2, adapters={"tuned": "/tuned"}, transfer="nixl")
+        rewrite(self.rig, "w2", labels={"zone": "b"}, transfer="nixl")
+        self.roles = dict.fromkeys(["w3", "w4"], WorkerRole.PREFILL)
+        for worker in self.roles:
+            rewrite(self.rig, worker, role=WorkerRole.PREFILL, transfer="nixl")
+            self.rig.sequences[worker] = 0
         self.queries: dict[int, Query] = {}
         """Of those that wait."""
         self.until: dict[int, float] = {}
 
     @rule(
-        tokens=st.integers(1, 2000),
+        tokens=st.one_of(st.sampled_from([500, 1000, 2000]), st.integers(1, 2000)),
         model=st.sampled_from(["m", "tuned"]),
         tenant=st.sampled_from("ab"),
         priority=st.integers(0, 1),
         only=st.sampled_from(
-            [{}, {}, {}, {}, {"pinned": "w0"}, {"rank": 1}, {"labels": {"zone": "b"}}]
+            [
+                {},
+                {},
+                {},
+                {},
+                {"pinned": "w0"},
+                {"rank": 1},
+                {"labels": {"zone": "b"}},
+                {"whole": True},
+            ]
         ),
         patience_s=st.sampled_from([float("inf"), float("inf"), 1.0]),
     )
@@ -399,17 +484,22 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.until[answer.number] = self.rig.now + answer.most_s
         elif isinstance(answer, Placement):
             self.rig.there.append(answer)
-            assert self.slot(answer) in free
+            assert self.slot(answer.holder) in free
+            if answer.prefill is not None:
+                slot = self.slot(answer.prefill.holder)
+                assert slot not in before
+                assert slot in self.pool(query)
         elif answer.kind is RefusalKind.OVERLOADED:
             assert answer.wait_s > 0 and soonest and not free
         else:
             assert not soonest
 
-    @initialize(tenants=st.sampled_from([set(), {"a"}]))
-    def fill(self, tenants: set[str]) -> None:
+    @initialize(tenants=st.sampled_from([set(), {"a"}]), tokens=st.sampled_from([1500, 3000]))
+    def fill(self, tenants: set[str], tokens: int) -> None:
         """All begin busy, with one prompt each."""
         for worker, rank in (("w0", 0), ("w1", 0), ("w1", 1), ("w2", 0)):
-            self.rig.place(1, tokens=3000, pinned=worker, rank=rank)
+            self.rig.place(1, tokens=tokens, pinned=worker, rank=rank)
+            self.decode(worker, rank, 2)
         self.reserve(tenants)
 
     @rule(tenants=st.sampled_from([set(), {"a"}]))
@@ -417,6 +507,25 @@ class AdmissionMachine(RuleBasedStateMachine):
         info = self.rig.core.model_worker("m")
         assert info is not None and info.id == "w0"
         self.rig.core.record(replace(info, tenants=frozenset(tenants)), self.rig.now)
+
+    @rule(
+        worker=st.sampled_from(["w3", "w4"]),
+        role=st.sampled_from([WorkerRole.PREFILL, WorkerRole.PREFILL, WorkerRole.DECODE]),
+    )
+    def change_role(self, worker: str, role: WorkerRole) -> None:
+        self.roles[worker] = role
+        info = self.rig.core._books.table.get(worker)
+        assert info is not None
+        self.rig.core.record(replace(info.info, role=role), self.rig.now)
+
+    def decode(self, worker: str, rank: int, count: int) -> None:
+        """So that it pays to prefill elsewhere."""
+        for _ in range(count):
+            self.rig.sequences[worker] += 1
+            name = AttemptId(f"x{self.rig.sequences[worker]}{worker}")
+            events = RequestAdmitted(name, 1, 1, (), rank), RequestFirstToken(name, 0, rank)
+            batch = Batch(worker, 1, self.rig.sequences[worker], 0, events)
+            self.rig.core.apply(batch, self.rig.now)
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
@@ -450,32 +559,43 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     # The same by looking at each rank alone.
 
-    def slots(self, query: Query) -> set[int]:
+    def able(self, query: Query, prefill: bool) -> set[int]:
         core = self.rig.core
-        own = has_own_workers(query, (w.info for w in core._table))
+        own = has_own_workers(query, (w.info for w in core._books.table))
         return {
             rank.slot
-            for worker in core._table
+            for worker in core._books.table
             if bar_of(worker.info, Status.READY, query, own) is None
+            and (worker.info.role is WorkerRole.PREFILL) == prefill
             for rank in worker.ranks
             if query.rank in (None, rank.holder.dp_rank)
         }
 
-    def soonest(self, slot: int) -> float:
-        self.rig.core._refresh()
-        return self.rig.core._pages[slot].candidate.queue_s(self.rig.now)
+    def slots(self, query: Query) -> set[int]:
+        return self.able(query, False) or self.able(query, True)
 
-    def slot(self, placement: Placement) -> int:
-        pages = self.rig.core._pages
-        return next(slot for slot, page in pages.items() if page.rank.holder == placement.holder)
+    def pool(self, query: Query) -> set[int]:
+        """Who may prefill for it."""
+        if query.whole or not self.able(query, False):
+            return set()
+        return self.able(replace(query, pinned="", rank=None), True)
+
+    def soonest(self, slot: int) -> float:
+        self.rig.core._books.refresh()
+        return self.rig.core._books.pages[slot].candidate.queue_s(self.rig.now)
+
+    def slot(self, holder: HolderId) -> int:
+        pages = self.rig.core._books.pages
+        return next(slot for slot, page in pages.items() if page.rank.holder == holder)
 
     def contested(self) -> set[int]:
         left = {entry.number for entry in self.rig.admission._queue}
-        return set().union(*(self.slots(q) for n, q in self.queries.items() if n in left))
+        waiting = [q for n, q in self.queries.items() if n in left]
+        return set().union(*(self.slots(q) | self.pool(q) for q in waiting))
 
 
 AdmissionMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None
+    max_examples=80, stateful_step_count=30, deadline=None
 )
 TestAdmissionMachine = AdmissionMachine.TestCase
 

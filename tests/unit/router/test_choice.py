@@ -9,7 +9,7 @@ from services.common.events.model import Batch, Snapshot
 from services.common.ids import AttemptId
 from services.router.core.answers import Placement, Query, Refusal
 from services.router.core.placement import CoreConfig, RouterCore
-from services.router.core.workers import WorkerInfo
+from services.router.core.workers import WorkerInfo, WorkerRole
 
 SIZE = 16
 
@@ -28,7 +28,19 @@ class Days:
     def info(self, id: str) -> WorkerInfo:
         adapters = {"lora": "/l"} if self.rng.random() < 0.5 else {}
         longest = self.rng.choice([0, 100, 4000])
-        return WorkerInfo(id, self.lives[id], f"{id}:1", "m", SIZE, 100, longest, adapters=adapters)
+        role = self.rng.choice(list(WorkerRole))
+        return WorkerInfo(
+            id,
+            self.lives[id],
+            f"{id}:1",
+            "m",
+            SIZE,
+            100,
+            longest,
+            adapters=adapters,
+            role=role,
+            transfer=self.rng.choice(["", "nixl"]),
+        )
 
     def happen(self) -> None:
         id = self.rng.choice(list(self.lives))
@@ -37,8 +49,8 @@ class Days:
             self.records[id] = self.info(id)
             self.core.record(self.records[id], self.now)
         elif kind == 1 and id in self.records:
-            draining = self.rng.random() < 0.5
-            self.records[id] = replace(self.records[id], draining=draining)
+            draining, role = self.rng.random() < 0.5, self.rng.choice(list(WorkerRole))
+            self.records[id] = replace(self.records[id], draining=draining, role=role)
             self.core.record(self.records[id], self.now)
         elif kind == 2:
             self.core.record_vanished(id, self.lives[id])
@@ -65,12 +77,20 @@ class Days:
             excluded=frozenset(self.rng.sample(sorted(self.lives), self.rng.choice([0, 0, 1]))),
             pinned=self.rng.choice(["", "", "", "w1"]),
         )
-        fresh = next((some for some in self.core._choices.classes(query, self.now) if some), [])
+        classes = self.core._choices.classes(query, self.now)
+        fresh = next((some for some in classes if some), [])
         choice = self.core._choices.of(query, self.now)
         if isinstance(choice, Refusal):
             assert not fresh
             return
         assert [page.worker for page in choice.pages] == fresh
+        free = self.core._choices.classes(replace(query, pinned=""), self.now)[1]
+        pool = self.core._choices.pool(query, choice, self.now)
+        if pool is not None:
+            assert [page.worker for page in pool.pages] == [w for w in free if w.info.transfer]
+        else:
+            roles = {worker.info.role for worker in self.core._books.table}
+            assert WorkerRole.PREFILL not in roles or fresh[0].info.role is WorkerRole.PREFILL
         placed = self.core.place(query, AttemptId("a"), self.now)
         assert isinstance(placed, Placement)
         assert placed.holder.id in {worker.info.id for worker in fresh}

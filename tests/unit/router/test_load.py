@@ -1,5 +1,7 @@
 """The load book: bookings count at once, expire, are confirmed; sums never go wrong."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from services.common.ids import AttemptId, BlockKey
 from services.router.core.cost import Candidate
 from services.router.core.inflight import InflightPrefixes, Mates
 from services.router.core.load import LoadBook
-from services.router.core.requests import Decoded, Estimate, Finished, LoadView
+from services.router.core.requests import Decoded, Estimate, Finished, Incoming, LoadView
 
 KEYS = tuple(BlockKey(k) for k in range(6))
 
@@ -26,6 +28,37 @@ def book(
 ) -> None:
     load.book(
         slot, AttemptId(attempt_id), prompt_tokens=100, cached_tokens=cached, keys=KEYS, now=now
+    )
+
+
+def leg(
+    attempt_id: str, tokens: int = 100, transfer: int = 0, prefill_only: bool = False
+) -> RequestAdmitted:
+    return RequestAdmitted(AttemptId(attempt_id), tokens, 10, KEYS, 0, transfer, prefill_only)
+
+
+def book_apart(
+    load: LoadBook, attempt_id: str, now: float = 0.0, prefill: int = 0, decode: int = 1
+) -> None:
+    """100 tokens, of which 40 are cached where they are prefilled, and 30 where they go on."""
+    first = AttemptId(f"{attempt_id}-p")
+    load.book(
+        prefill,
+        first,
+        prompt_tokens=100,
+        cached_tokens=40,
+        keys=KEYS,
+        now=now,
+        then=AttemptId(attempt_id),
+    )
+    load.book(
+        decode,
+        AttemptId(attempt_id),
+        prompt_tokens=100,
+        cached_tokens=30,
+        keys=KEYS,
+        now=now,
+        incoming=Incoming(70, "p", 0.1, first),
     )
 
 
@@ -146,6 +179,142 @@ def test_several_sequences_of_one_placement() -> None:
     assert (view.booked, view.queued, view.queued_tokens) == (0, 3, 108)
 
 
+class TestApart:
+    """A request whose prefill is at slot 0, and which goes on at slot 1."""
+
+    def test_bookings_of_both_legs(self) -> None:
+        load = opened(0, 1)
+        book_apart(load, "a")
+        assert load.view(0) == LoadView(booked=1, queued_tokens=60, active_tokens=100)
+        assert load.view(1) == LoadView(booked=1, active_tokens=100)
+        assert load.mates(KEYS, 6).depth == {0: 6}, "its blocks come to slot 1 later"
+        load.check_invariants()
+        assert load.release(AttemptId("a-p")) == 0
+        assert load.view(0) == LoadView() and load.view(1).booked == 1
+        assert load.release(AttemptId("a")) == 1
+        assert load.view(1) == LoadView() and load.bookings == 0
+
+    def test_a_prefill_leg_never_decodes(self) -> None:
+        load = opened(0, 1)
+        book_apart(load, "a")
+        load.admitted(0, leg("a-p", prefill_only=True), Estimate(), now=1)
+        assert load.view(0) == LoadView(queued=1, queued_tokens=60, active_tokens=100)
+        done = load.first_token(0, AttemptId("a-p"), 40, 2)
+        assert done is not None and (done.computed_tokens, done.admitted_at) == (60, 1)
+        assert load.view(0) == LoadView(active_tokens=100), "its KV is held until it ends"
+        load.check_invariants()
+        end = load.finished(0, AttemptId("a-p"), 40, False, 1, 2)
+        assert end == Finished(0, AttemptId("a-p"), 100, 40, 40, False)
+        assert load.view(0) == LoadView()
+
+    def test_what_comes_is_neither_queued_nor_a_sample(self) -> None:
+        load = opened(0, 1)
+        book_apart(load, "a")
+        admitted = load.admitted(1, leg("a", transfer=70), Estimate(), now=1)
+        assert (admitted.filled_tokens, admitted.missed) == (70, None)
+        assert load.view(1) == LoadView(queued=1, active_tokens=100)
+        candidate = Candidate(1, request_s=0.5, token_s=0.001)
+        load.fill(candidate)
+        assert candidate.queued_requests == 0 and candidate.queue_s(1) == 0
+        incoming = load.transfer_ended(1, AttemptId("a"), 70, 2)
+        assert incoming is not None and incoming.seconds == 0.1
+        assert load.first_token(1, AttemptId("a"), 100, 2, 70) is None
+        assert load.view(1) == LoadView(decoding=1, active_tokens=100)
+        assert load.mates(KEYS, 6).depth == {0: 6, 1: 6}
+        end = load.finished(1, AttemptId("a"), 100, False, 11, 4)
+        assert end == Finished(1, AttemptId("a"), 30, 30, 30, False, Decoded(10, 2, 1, 100))
+
+    def test_one_that_waits_for_kv_is_not_what_the_engine_works_on(self) -> None:
+        load = opened(0, 1)
+        load.admitted(1, leg("a", 5000, transfer=5000), Estimate(), now=0)
+        load.admitted(1, admitted("b", 1000), Estimate(), now=0)
+        candidate = Candidate(1, token_s=0.001)
+        load.fill(candidate)
+        assert candidate.queue_s(0.6) == pytest.approx(0.4)
+        load.first_token(1, AttemptId("a"), 4999, 0.6, 4999)
+        load.fill(candidate)
+        assert candidate.queue_s(0.6) == pytest.approx(0.4), "b goes on"
+        done = load.first_token(1, AttemptId("b"), 0, 1.0)
+        assert done is not None and done.admitted_at == 0
+
+    def test_a_failed_transfer_is_computed(self) -> None:
+        load = opened(0, 1)
+        book_apart(load, "a")
+        load.admitted(1, leg("a", transfer=70), Estimate(), now=1)
+        assert load.transfer_ended(1, AttemptId("a"), 0, 6) is not None
+        load.check_invariants()
+        assert load.view(1) == LoadView(queued=1, queued_tokens=70, active_tokens=100)
+        candidate = Candidate(1, token_s=0.01)
+        load.fill(candidate)
+        assert candidate.queue_s(6.2) == pytest.approx(0.5), "it has begun when that failed"
+        load.transfer_ended(1, AttemptId("a"), 0, 6)
+        assert load.view(1).queued_tokens == 70
+        done = load.first_token(1, AttemptId("a"), 30, 7)
+        assert done is not None and (done.computed_tokens, done.admitted_at) == (70, None)
+        assert load.view(1) == LoadView(decoding=1, active_tokens=100)
+        end = load.finished(1, AttemptId("a"), 30, False, 1, 8)
+        assert end is not None and (end.prompt_tokens, end.cached_tokens) == (100, 30)
+
+    @pytest.mark.parametrize(("cached", "transferred"), [(62, 32), (30, 0), (0, 0), (100, 900)])
+    def test_fewer_than_announced_leave_nothing_behind(self, cached: int, transferred: int) -> None:
+        load = opened(0, 1)
+        load.admitted(1, leg("a", transfer=70), Estimate(30), now=1)
+        done = load.first_token(1, AttemptId("a"), cached, 2, transferred)
+        assert (done is None) == (cached == 100)
+        load.check_invariants()
+        assert load.view(1) == LoadView(decoding=1, active_tokens=100)
+        end = load.finished(1, AttemptId("a"), cached, False, 2, 3)
+        assert end is not None and 0 <= end.cached_tokens <= end.prompt_tokens <= 100
+        assert load.view(1) == LoadView()
+
+    def test_one_that_comes_without_its_kv_is_computed_and_told_of(self) -> None:
+        load = opened(0, 1)
+        book_apart(load, "a")
+        admitted = load.admitted(1, leg("a"), Estimate(), now=1)
+        assert (admitted.filled_tokens, admitted.missed) == (70, "p")
+        assert load.view(1).queued_tokens == 70
+        assert load.mates(KEYS, 6).depth == {0: 6, 1: 6}
+
+    def test_the_second_booking_lasts_as_long_as_the_first_leg_runs(self) -> None:
+        load = opened(0, 1)
+        book_apart(load, "a", now=0)
+        load.admitted(0, leg("a-p", prefill_only=True), Estimate(), now=9)
+        assert load.expire(10) == load.expire(19) == load.expire(35) == 0
+        load.finished(0, AttemptId("a-p"), 40, False, 1, 41)
+        assert load.expire(50.9) == 0 and load.bookings == 1
+        assert load.expire(51) == 1 and load.view(1) == LoadView()
+
+    def test_without_a_first_leg_it_expires(self) -> None:
+        load = opened(0, 1)
+        book_apart(load, "a", now=0)
+        book_apart(load, "b", now=5)
+        assert load.expire(10) == 2
+        load.admitted(0, leg("b-p", prefill_only=True), Estimate(), now=11)
+        load.remove_slot(0)
+        assert load.expire(15) == 1 and load.bookings == 0
+        assert load.view(1) == LoadView()
+
+    def test_snapshots_tell_of_legs(self) -> None:
+        load = opened(0, 1)
+        book_apart(load, "a")
+        book_apart(load, "b")
+        for name in ("a", "b"):
+            load.admitted(1, leg(name, transfer=70), Estimate(), now=1)
+        load.transfer_ended(1, AttemptId("b"), 0, 2)
+        running = [
+            RunningRequest(leg("a", transfer=70), True),
+            RunningRequest(leg("b", transfer=70), False),
+            RunningRequest(leg("c", transfer=90), False),
+        ]
+        load.reset(1, running, lambda event: Estimate(10), None, now=3)
+        load.check_invariants()
+        view = load.view(1)
+        assert (view.queued, view.decoding) == (2, 1)
+        assert 70 <= view.queued_tokens <= 71, "b computes, c waits"
+        end = load.finished(1, AttemptId("a"), 100, False, 2, 4)
+        assert end is not None and (end.prompt_tokens, end.predicted) == (30, 30)
+
+
 class TestQueueOverTime:
     """What candidates learn of a queue: token 1 ms, so that tokens are milliseconds."""
 
@@ -263,9 +432,11 @@ class TestMates:
 
 
 class LoadMachine(RuleBasedStateMachine):
-    """Events in any order, lost, repeated, at the wrong slot: sums hold, nothing is negative."""
+    """Events in any order, lost, repeated, at the wrong slot, of whole requests and of legs: sums
+    hold, nothing is negative, and no booking stays for ever.
+    """
 
-    ids = st.sampled_from(["a", "b", "c", "d", "a#1"])
+    ids = st.sampled_from(["a", "b", "c", "d", "a#1", "a-p", "b-p"])
     slots = st.integers(0, 1)
     chains = st.integers(0, 6).map(lambda n: KEYS[:n])
 
@@ -274,6 +445,8 @@ class LoadMachine(RuleBasedStateMachine):
         self.load = opened(0, 1)
         self.now = 0.0
         self.booked_at: dict[str, float] = {}
+        self.seconds: set[str] = set()
+        """Those of them that wait for another leg: they may live longer."""
 
     @rule(id=ids, slot=slots, keys=chains, cached=st.integers(0, 100))
     def book(self, id: str, slot: int, keys: tuple[BlockKey, ...], cached: int) -> None:
@@ -287,24 +460,54 @@ class LoadMachine(RuleBasedStateMachine):
             sequences=2,
         )
         self.booked_at[id] = self.now
+        self.seconds.discard(id)
 
-    @rule(id=ids, slot=slots, keys=chains, tokens=st.integers(1, 200), cached=st.integers(0, 200))
+    @rule(id=st.sampled_from(["a", "b"]), slot=slots)
+    def book_apart(self, id: str, slot: int) -> None:
+        book_apart(self.load, id, self.now, slot, 1 - slot)
+        self.booked_at |= {id: self.now, f"{id}-p": self.now}
+        self.seconds.add(id)
+        self.seconds.discard(f"{id}-p")
+
+    @rule(
+        id=ids,
+        slot=slots,
+        keys=chains,
+        tokens=st.integers(1, 200),
+        cached=st.integers(0, 200),
+        transfer=st.sampled_from([0, 0, 50, 300]),
+        prefill_only=st.booleans(),
+    )
     def admit(
-        self, id: str, slot: int, keys: tuple[BlockKey, ...], tokens: int, cached: int
+        self,
+        id: str,
+        slot: int,
+        keys: tuple[BlockKey, ...],
+        tokens: int,
+        cached: int,
+        transfer: int,
+        prefill_only: bool,
     ) -> None:
-        self.load.admitted(
-            slot, admitted(id, tokens, keys), Estimate(min(cached, tokens)), self.now
+        event = replace(
+            admitted(id, tokens, keys), transfer_tokens=transfer, prefill_only=prefill_only
         )
+        self.load.admitted(slot, event, Estimate(min(cached, tokens)), self.now)
         self.booked_at.pop(id, None)
 
-    @rule(id=ids, slot=slots)
-    def first_token(self, id: str, slot: int) -> None:
-        self.load.first_token(slot, AttemptId(id), 10, self.now)
+    @rule(id=ids, slot=slots, cached=st.integers(0, 300), transferred=st.integers(0, 300))
+    def first_token(self, id: str, slot: int, cached: int, transferred: int) -> None:
+        self.load.first_token(slot, AttemptId(id), cached, self.now, transferred)
+
+    @rule(id=ids, slot=slots, tokens=st.sampled_from([0, 0, 50, 1000]))
+    def transfer_ended(self, id: str, slot: int, tokens: int) -> None:
+        self.load.transfer_ended(slot, AttemptId(id), tokens, self.now)
 
     @rule(id=ids, slot=slots)
     def finish(self, id: str, slot: int) -> None:
-        if self.load.finished(slot, AttemptId(id), 10, False, 5, self.now):
+        end = self.load.finished(slot, AttemptId(id), 10, False, 5, self.now)
+        if end is not None:
             self.booked_at.pop(id, None)
+            assert min(end.cached_tokens, end.prompt_tokens) >= 0
 
     @rule(id=ids)
     def release(self, id: str) -> None:
@@ -315,11 +518,12 @@ class LoadMachine(RuleBasedStateMachine):
     def report(self, slot: int, tokens: int) -> None:
         self.load.report(slot, LoadReport(pending_prefill_tokens=tokens), self.now)
 
-    @rule(slot=slots, ids=st.sets(ids), decoding=st.booleans())
-    def reset(self, slot: int, ids: set[str], decoding: bool) -> None:
+    @rule(slot=slots, ids=st.sets(ids), decoding=st.booleans(), transfer=st.sampled_from([0, 60]))
+    def reset(self, slot: int, ids: set[str], decoding: bool, transfer: int) -> None:
+        event = {i: leg(i, transfer=transfer, prefill_only=i.endswith("-p")) for i in ids}
         self.load.reset(
             slot,
-            [RunningRequest(admitted(i), decoding) for i in sorted(ids)],
+            [RunningRequest(event[i], decoding) for i in sorted(ids)],
             lambda event: Estimate(5),
             None,
             self.now,
@@ -339,7 +543,14 @@ class LoadMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.load.expire(self.now)
-        self.booked_at = {i: t for i, t in self.booked_at.items() if self.now < t + 10}
+        self.booked_at = {
+            i: t
+            for i, t in self.booked_at.items()
+            if self.now < t + 10 or (i in self.seconds and AttemptId(i) in self.load._bookings)
+        }
+        for id in self.seconds & self.booked_at.keys():
+            until = self.load._requests[AttemptId(id)].booked_until
+            assert until is not None and self.now < until <= self.now + 10
 
     @invariant()
     def holds(self) -> None:

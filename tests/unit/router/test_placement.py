@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.common.events.model import (
     Batch,
@@ -25,12 +25,22 @@ from services.common.events.model import (
     Snapshot,
     Tier,
     TierBlocks,
+    TransferEnded,
 )
 from services.common.ids import AttemptId, BlockKey
-from services.router.core.answers import Outcome, Placement, Query, Refusal, RefusalKind, Scorecard
+from services.router.core.answers import (
+    Placement,
+    Query,
+    Refusal,
+    RefusalKind,
+    Scorecard,
+)
+from services.router.core.apart import ApartConfig
+from services.router.core.eligibility import bar_of
 from services.router.core.lives import Status
 from services.router.core.placement import CoreConfig, RouterCore
 from services.router.core.policies import PolicyName
+from services.router.core.transfers import TransferDefaults
 from services.router.core.workers import WorkerInfo, WorkerRole
 
 SIZE = 32
@@ -66,7 +76,7 @@ class Rig:
         blocks = (TierBlocks(Tier.G1, tuple(BlockKey(k) for k in keys)),)
         self.core.reset(Snapshot(id, self.lives[id], 0, blocks, requests), self.now)
 
-    def say(self, id: str, *events: Event) -> tuple[Outcome, ...]:
+    def say(self, id: str, *events: Event) -> tuple[Any, ...]:
         self.sequences[id] += bool(events)
         return self.core.apply(
             Batch(id, self.lives[id], self.sequences[id], 0, tuple(events)), self.now
@@ -101,9 +111,9 @@ class Rig:
         assert answer.message
         return answer.kind
 
-    def serve(self, p: Placement, keys: Sequence[int], tokens: int) -> tuple[Outcome, ...]:
+    def serve(self, p: Placement, keys: Sequence[int], tokens: int) -> tuple[Any, ...]:
         """What an engine does with a request, all at once."""
-        held = {k for k in keys if k in self.core._index._cells}
+        held = {k for k in keys if k in self.core._books.index._cells}
         cached = p.predicted_cached_tokens
         self.say(p.holder.id, RequestAdmitted(p.attempt_id, tokens, 1, tuple(map(BlockKey, keys))))
         new = tuple(BlockKey(k) for k in keys if k not in held)
@@ -636,10 +646,12 @@ class TestConstraints:
 
     def test_role_and_draining(self) -> None:
         rig = Rig(workers=1, role=WorkerRole.PREFILL)
-        assert rig.refusal() is RefusalKind.NO_WORKER
+        assert rig.place().holder.id == "w0", "nobody else is there"
         rig.join("w1", 2, role=WorkerRole.DECODE)
-        assert rig.place().holder.id == "w1"
+        assert {rig.place([i]).holder.id for i in range(9)} == {"w1"}
         rig.core.record(rig.info("w1", 2, draining=True), rig.now)
+        assert rig.place([0]).holder.id == "w0"
+        rig.core.record(rig.info("w0", 1, role=WorkerRole.PREFILL, draining=True), rig.now)
         assert rig.refusal() is RefusalKind.NO_WORKER
         rig.now += 5
         assert rig.status()["w1"] is Status.DRAINING
@@ -731,7 +743,7 @@ class TestDecisions:
     def test_ties_are_broken_by_the_seed(self) -> None:
         def run(seed: int) -> list[str]:
             rig = Rig(policy=PolicyName.RANDOM, workers=4)
-            rig.core._dice = random.Random(seed)
+            rig.core._decider._dice = random.Random(seed)
             return [rig.place().holder.id for _ in range(50)]
 
         assert run(1) == run(1) != run(2)
@@ -822,20 +834,56 @@ class CoreMachine(RuleBasedStateMachine):
     """Anything in any order: invariants hold, and no answer is an exception."""
 
     ids = st.sampled_from(["w0", "w1", "w2"])
-    lives = st.integers(1, 4)
+    lives = st.sampled_from([1, 1, 1, 1, 1, 2, 3])
     chains = st.integers(0, 12).map(lambda n: KEYS[:n])
-    attempts = st.integers(0, 30).map(lambda n: AttemptId(f"a{n}"))
+    attempts = st.tuples(st.integers(0, 30), st.sampled_from(["", "-p"])).map(
+        lambda t: AttemptId(f"a{t[0]}{t[1]}")
+    )
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = RouterCore(CoreConfig(), random.Random(1))
+        # So that it pays now and then, idle as these are.
+        config = CoreConfig(apart=ApartConfig(min_tokens=32, handover_s=0.0))
+        self.core = RouterCore(
+            replace(config, transfers=TransferDefaults(0.0, 1e9)), random.Random(1)
+        )
         self.now = 0.0
         self.count = 0
 
-    @rule(id=ids, life=lives, draining=st.booleans(), size=st.sampled_from([16, 32]))
-    def record(self, id: str, life: int, draining: bool, size: int) -> None:
-        info = WorkerInfo(id, life, "x:1", "m", size, 10, 4000, draining=draining)
+    @rule(
+        id=ids,
+        life=lives,
+        draining=st.booleans(),
+        size=st.sampled_from([16, 32]),
+        role=st.sampled_from(WorkerRole),
+        transfer=st.sampled_from(["", "a", "b"]),
+    )
+    def record(
+        self, id: str, life: int, draining: bool, size: int, role: WorkerRole, transfer: str
+    ) -> None:
+        info = WorkerInfo(
+            id, life, "x:1", "m", size, 10, 4000, draining=draining, role=role, transfer=transfer
+        )
         self.core.record(info, self.now)
+
+    @initialize(roles=st.lists(st.sampled_from(WorkerRole), min_size=3, max_size=3))
+    def begin(self, roles: list[WorkerRole]) -> None:
+        for id, role in zip(["w0", "w1", "w2"], roles, strict=True):
+            self.record(id, 1, False, 32, role, "a")
+            running = RunningRequest(RequestAdmitted(AttemptId(f"x{id}"), 10, 500), True)
+            decodes = (running,) if role is not WorkerRole.PREFILL else ()
+            self.core.reset(Snapshot(id, 1, 0, (), decodes), self.now)
+
+    @rule(id=ids, role=st.sampled_from(WorkerRole))
+    def change_role(self, id: str, role: WorkerRole) -> None:
+        worker = self.core._books.table.get(id)
+        if worker is not None:
+            known = [(w.holder, w.indexed_blocks, w.load) for w in self.core.workers(self.now)]
+            info = replace(worker.info, role=role, transfer="a")
+            if worker.described and worker.record_incarnation == info.incarnation:
+                self.core.record(info, self.now)
+                after = [(w.holder, w.indexed_blocks, w.load) for w in self.core.workers(self.now)]
+                assert after == known
 
     @rule(id=ids, life=lives)
     def vanish(self, id: str, life: int) -> None:
@@ -849,11 +897,24 @@ class CoreMachine(RuleBasedStateMachine):
     def hear(self, id: str, life: int) -> None:
         self.core.heard(id, life, self.now)
 
-    @rule(id=ids, life=lives, keys=chains, attempt=attempts, decoding=st.booleans())
+    @rule(
+        id=ids,
+        life=lives,
+        keys=chains,
+        attempt=attempts,
+        decoding=st.booleans(),
+        transfer=st.sampled_from([0, 0, 70]),
+    )
     def snapshot(
-        self, id: str, life: int, keys: tuple[BlockKey, ...], attempt: AttemptId, decoding: bool
+        self,
+        id: str,
+        life: int,
+        keys: tuple[BlockKey, ...],
+        attempt: AttemptId,
+        decoding: bool,
+        transfer: int,
     ) -> None:
-        request = RunningRequest(RequestAdmitted(attempt, 100, 5, keys), decoding)
+        request = RunningRequest(RequestAdmitted(attempt, 100, 5, keys, 0, transfer), decoding)
         blocks = (TierBlocks(Tier.G1, keys), TierBlocks(Tier.G2, keys[::2]))
         self.core.reset(Snapshot(id, life, 3, blocks, (request,)), self.now)
 
@@ -862,7 +923,7 @@ class CoreMachine(RuleBasedStateMachine):
         life=lives,
         keys=chains,
         attempt=attempts,
-        kind=st.integers(0, 6),
+        kind=st.integers(0, 10),
         rank=st.integers(0, 1),
     )
     def event(
@@ -882,30 +943,79 @@ class CoreMachine(RuleBasedStateMachine):
             RequestFirstToken(attempt, 32, rank),
             RequestFinished(attempt, 32, 5, False, rank),
             LoadReport(1, 1, 50, 5, 10, 1, rank),
+            RequestAdmitted(attempt, 100, 5, keys, rank, prefill_only=True),
+            RequestAdmitted(attempt, 100, 5, keys, rank, transfer_tokens=90),
+            RequestFirstToken(attempt, 96, rank, 64),
+            TransferEnded(attempt, "w1", 64 * (life % 2), 1, 0.5, rank),
         ]
         self.core.apply(Batch(id, life, 1, 0, (events[kind],)), self.now)
 
-    @rule(keys=chains, size=st.sampled_from([16, 32]), excluded=st.sets(ids))
-    def place(self, keys: tuple[BlockKey, ...], size: int, excluded: set[str]) -> None:
-        query = Query("m", len(keys) * size + 1, keys, size, frozenset(excluded))
-        foretold = self.core.explain(query, self.now)
+    @rule(
+        keys=chains,
+        size=st.sampled_from([32, 32, 32, 16]),
+        excluded=st.sampled_from([(), (), (), ("w0",), ("w1", "w2")]).map(set),
+        whole=st.sampled_from([False, False, False, True]),
+        spared=st.sampled_from([(), (), (0,), (1, 2), (3, 4)]).map(set),
+    )
+    def place(
+        self,
+        keys: tuple[BlockKey, ...],
+        size: int,
+        excluded: set[str],
+        whole: bool,
+        spared: set[int],
+    ) -> None:
+        query = Query("m", len(keys) * size + 1, keys, size, frozenset(excluded), whole=whole)
+        foretold = self.core.explain(query, self.now, spared=spared)
         self.count += 1
-        answer = self.core.place(query, AttemptId(f"a{self.count % 30}"), self.now)
+        attempt = AttemptId(f"a{self.count % 30}")
+        answer = self.core.place(query, attempt, self.now, spared=spared)
         if isinstance(answer, Placement):
-            assert answer.holder.id not in excluded
-            assert 0 <= answer.predicted_cached_tokens < query.prompt_tokens
+            self.judge(answer, query, spared)
             assert isinstance(foretold, Scorecard)
             assert foretold.workers[0].holder == answer.holder
+            apart = foretold.apart
+            said = apart.prefill if apart is not None and apart.chosen else None
+            assert said == (answer.prefill.holder if answer.prefill else None)
+        elif answer.kind is RefusalKind.OVERLOADED:
+            assert spared
         else:
             assert isinstance(foretold, Refusal) or not any(w.chosen for w in foretold.workers)
+
+    def judge(self, answer: Placement, query: Query, spared: set[int]) -> None:
+        pages = {p.rank.holder: p for p in self.core._books.pages.values()}
+        page, leg = pages[answer.holder], answer.prefill
+        assert answer.holder.id not in query.excluded and page.rank.slot not in spared
+        assert 0 <= answer.predicted_cached_tokens < query.prompt_tokens
+        there = [
+            p.worker.info.role
+            for p in pages.values()
+            if bar_of(p.worker.info, Status.READY, query) is None
+            and self.core._books.table.status(p.worker, self.now) in (Status.READY, Status.JOINING)
+            and not p.worker.starting
+        ]
+        info = page.worker.info
+        if info.role is WorkerRole.PREFILL:
+            assert set(there) <= {WorkerRole.PREFILL} and leg is None
+        if leg is not None:
+            first = pages[leg.holder].worker.info
+            assert not query.whole and first.role is WorkerRole.PREFILL
+            assert (first.namespace, first.transfer) == (info.namespace, info.transfer)
+            assert first.transfer and first.id not in query.excluded
+            assert pages[leg.holder].rank.slot not in spared
+            assert 0 <= leg.predicted_cached_tokens < query.prompt_tokens
+            assert 0 < leg.transfer_tokens <= query.prompt_tokens
+            assert leg.transfer_tokens + answer.predicted_cached_tokens == query.prompt_tokens
 
     @rule(attempt=attempts)
     def release(self, attempt: AttemptId) -> None:
         self.core.release(attempt)
 
-    @rule(seconds=st.floats(0, 40), sweep=st.integers(0, 5))
-    def time(self, seconds: float, sweep: int) -> None:
+    @rule(seconds=st.floats(0, 40), sweep=st.integers(0, 5), heard=st.booleans())
+    def time(self, seconds: float, sweep: int, heard: bool) -> None:
         self.now += seconds
+        for worker in list(self.core._books.table) if heard else ():
+            self.core.heard(worker.info.id, worker.incarnation, self.now)
         self.core.tick(self.now)
         self.core.sweep(sweep)
 
@@ -916,5 +1026,5 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.index_stats()
 
 
-CoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+CoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestCoreMachine = CoreMachine.TestCase

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from services.common.cards import Adapter
+from services.common.net import advertised_host
 from services.common.settings import SettingsError
 from services.common.telemetry.logging import get_logger
 from services.worker.config import WorkerSettings
@@ -30,6 +31,7 @@ from services.worker.errors import EngineStartError
 log = get_logger(__name__)
 OURS = ("model", "served_model_name", "prefix_caching_hash_algo", "kv_events_config")
 CONNECTOR = "services.worker.connector"
+TRANSFER = "services.worker.connector.transfer"
 """Arguments that the worker sets itself: others rely on their values."""
 
 CPU_DEFAULTS: Mapping[str, Any] = {
@@ -87,15 +89,12 @@ def engine_config(
         "prefix_caching_hash_algo": "sha256_cbor",
         "kv_events_config": events,
     }
-    if settings.kvbm:
+    if settings.kvbm or settings.transfers:
         if "kv_transfer_config" in settings.engine_args:
-            raise SettingsError("engine_args: 'kv_transfer_config' can't be given beside --kvbm")
-        arguments["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="ForebayConnector",
-            kv_connector_module_path=CONNECTOR,
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-        )
+            raise SettingsError(
+                "engine_args: 'kv_transfer_config' can't be given beside --kvbm or --transfer"
+            )
+        arguments["kv_transfer_config"] = connectors(settings, cpu)
     if settings.kv_cache_gb is not None:
         arguments.setdefault("kv_cache_memory_bytes", int(settings.kv_cache_gb * (1 << 30)))
     try:
@@ -103,12 +102,43 @@ def engine_config(
     except (ValueError, TypeError, OSError, NotImplementedError, VLLMClientError) as exc:
         raise EngineStartError(f"vLLM refuses its configuration: {exc}") from exc
     if settings.kvbm:
-        check_config(config)
+        check_config(config, "kvbm")
+    if settings.transfers:
+        check_config(config, "transfer", several_ranks=True)
     if not config.cache_config.enable_prefix_caching:
         raise SettingsError("engine_args: prefix caching can't be turned off")
     if cpu and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = _default_kv_bytes(config)
     return config
+
+
+def connectors(settings: WorkerSettings, cpu: bool) -> KVTransferConfig:
+    """vLLM's configuration of our connectors: transfers, tiers, or both in one."""
+    policy = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    tiers = {"kv_connector": "ForebayConnector", "kv_connector_module_path": CONNECTOR, **policy}
+    transfer = {
+        "kv_connector": "ForebayTransfer",
+        "kv_connector_module_path": TRANSFER,
+        "kv_connector_extra_config": {
+            "backends": ["UCX"],
+            "kv_lease_duration": math.ceil(settings.transfer_lease_s),
+            "timeout_s": settings.transfer_timeout_s,
+            "advertise_host": advertised_host(settings.host, settings.advertise_host),
+            **({"num_threads": 0} if cpu else {}),
+        },
+        **({"kv_buffer_device": "cpu"} if cpu else {}),
+        **policy,
+    }
+    if not settings.transfers:
+        return KVTransferConfig(**tiers)
+    if not settings.kvbm:
+        return KVTransferConfig(**transfer)
+    return KVTransferConfig(
+        kv_connector="ForebayConnectors",
+        kv_connector_module_path=TRANSFER,
+        kv_connector_extra_config={"connectors": [transfer, tiers]},
+        **policy,
+    )
 
 
 def _dtype(settings: WorkerSettings) -> str:

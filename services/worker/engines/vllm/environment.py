@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +30,8 @@ def prepare(settings: WorkerSettings) -> Literal["inprocess", "async"]:
         DO_NOT_TRACK="1",
         VLLM_LOGGING_LEVEL=settings.engine_log_level.upper(),
     )
+    if settings.transfers:
+        _prepare_transfers(settings)
     tame_logging(settings.engine_log_level, starting=True)
     if Path(settings.model).exists():
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -46,6 +50,24 @@ def prepare(settings: WorkerSettings) -> Literal["inprocess", "async"]:
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0" if mode == "inprocess" else "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if mode == "inprocess" else "1"
     return mode
+
+
+def _prepare_transfers(settings: WorkerSettings) -> None:
+    """Where vLLM's NIXL connector listens, and by which devices UCX talks."""
+    family, _, _, _, address = socket.getaddrinfo(
+        settings.host.strip("[]") or "0.0.0.0", settings.transfer_port, type=socket.SOCK_STREAM
+    )[0]
+    port = settings.transfer_port
+    if not port:
+        # vLLM tells peers the number it was given, so it can't be left to choose.
+        with socket.socket(family) as probe:
+            probe.bind((address[0], 0))
+            port = probe.getsockname()[1]
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = str(address[0])
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    if ipaddress.ip_address(address[0]).is_loopback:
+        # By itself UCX listens on all of the machine's networks.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
 def tame_logging(level: str, *, starting: bool = False) -> None:

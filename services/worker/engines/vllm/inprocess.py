@@ -46,6 +46,8 @@ from services.worker.engines.vllm.translate import (
     block_changes,
     output,
     tier_news,
+    transfer_news,
+    transfers_of,
 )
 from services.worker.errors import EngineStartError
 
@@ -77,6 +79,13 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
+class _Release:
+    """Lets go of a prefill's KV."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Poke:
     pass
 
@@ -86,7 +95,7 @@ class _Stop:
     pass
 
 
-_Command = _Add | _Abort | _Call | _Poke | _Stop
+_Command = _Add | _Abort | _Call | _Release | _Poke | _Stop
 
 
 class _Events(EventPublisher):  # type: ignore[misc]
@@ -159,11 +168,17 @@ class InprocessEngine:
             raise self._dead
         assert self._intake is not None, "the engine has not started"
         made = self._intake.request(request)
-        self._commands.put(_Add(made, Running(request.id, request.sampling)))
+        running = Running(request.id, request.sampling, request.prefill_only)
+        self._commands.put(_Add(made, running))
 
     def abort(self, id: str) -> None:
         """Ends a request when the running step ends."""
         self._commands.put(_Abort(id))
+
+    def release_transfer(self, id: str) -> None:
+        """Lets go of the KV of a prefill that nobody will take."""
+        if self._dead is None:
+            self._commands.put(_Release(id))
 
     def poke(self) -> None:
         """Steps if the connector has something to be stepped for."""
@@ -279,6 +294,7 @@ class InprocessEngine:
                     self._take_changes(core),
                     (self._load(core),),
                     tier_news(mine.scheduler_stats) if mine else None,
+                    transfer_news(mine.scheduler_stats, self.profile.block_size) if mine else (),
                 )
             )
             if not executed:
@@ -317,6 +333,10 @@ class InprocessEngine:
                         calls.append((future, function(core)))
                     except Exception as exc:  # the call's boundary: its caller hears of it
                         self._on_loop(_fail, future, exc)
+                case _Release(id):
+                    transfers = transfers_of(core.scheduler.connector)
+                    if transfers is not None:
+                        transfers.release(id)
                 case _Poke():
                     return True
                 case _Stop():
@@ -332,6 +352,7 @@ class InprocessEngine:
         scheduler = core.scheduler
         running, waiting = scheduler.get_request_counts()
         pool = scheduler.kv_cache_manager.block_pool
+        transfers = transfers_of(scheduler.connector)
         return EngineLoad(
             running=running,
             waiting=waiting,
@@ -339,7 +360,9 @@ class InprocessEngine:
             pending_prefill_tokens=sum(
                 max(0, r.num_prompt_tokens - r.num_computed_tokens)
                 for r in scheduler.requests.values()
+                if not r.is_finished()
             ),
+            held_transfers=transfers.held if transfers is not None else 0,
         )
 
     def _hand_over(self, step: Step) -> None:

@@ -40,7 +40,13 @@ from services.worker.engines.vllm.environment import tame_logging
 from services.worker.engines.vllm.kvfeed import KvFeed
 from services.worker.engines.vllm.lifeline import lifeline
 from services.worker.engines.vllm.profile import engine_profile, identify
-from services.worker.engines.vllm.translate import Intake, Running, output, tier_news
+from services.worker.engines.vllm.translate import (
+    Intake,
+    Running,
+    output,
+    tier_news,
+    transfer_news,
+)
 from services.worker.errors import EngineStartError
 
 RESET_TIMEOUT_S = 30.0
@@ -127,6 +133,7 @@ class IsolatedEngine:
         self._commands: asyncio.Queue[_Add | _Abort | _Poke] = asyncio.Queue()
         self._dead: EngineDead | None = None
         self._clears = 0
+        self._held = 0
         self._cleared = asyncio.Event()
         self._flushes = 0
         self._on_step: Callable[[Step], None] = lambda step: None
@@ -158,7 +165,7 @@ class IsolatedEngine:
         made = self._intake.request(request)
         if not self._running:
             self._since = time.monotonic()
-        self._running[request.id] = Running(request.id, request.sampling)
+        self._running[request.id] = Running(request.id, request.sampling, request.prefill_only)
         self._commands.put_nowait(_Add(made))
 
     def abort(self, id: str) -> None:
@@ -171,6 +178,9 @@ class IsolatedEngine:
                 Step(self._steps, outputs=(Output(id, finish=FinishReason.ABORT),))
             )
         )
+
+    def release_transfer(self, id: str) -> None:
+        """Nothing: the engine's process lets go when the lease is over."""
 
     def poke(self) -> None:
         """Wakes the engine's process, which steps if its connector has something to do."""
@@ -293,10 +303,16 @@ class IsolatedEngine:
                     waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
                     used_blocks=round(stats.kv_cache_usage * per_rank),
                     dp_rank=outputs.engine_index,
+                    held_transfers=self._held_transfers(stats),
                 ),
             )
         tiers = tier_news(outputs.scheduler_stats)
-        return Step(self._steps, seconds, tuple(mine), (), loads, tiers)
+        transfers = transfer_news(outputs.scheduler_stats, self._profile.block_size)
+        return Step(self._steps, seconds, tuple(mine), (), loads, tiers, transfers)
+
+    def _held_transfers(self, stats: Any) -> int:
+        self._held = int((stats.kv_connector_stats or {}).get("held", self._held))
+        return self._held
 
     def _take_changes(self, changes: list[BlockChange]) -> None:
         self._on_step(Step(self._steps, blocks=tuple(changes)))

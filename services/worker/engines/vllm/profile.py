@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from services.common.cards import Adapter, HashVector
 from services.worker.adapters.files import DigestCache, namespace, weights_digest
 from services.worker.config import WorkerSettings
+from services.worker.connector.transfer import WAY
 from services.worker.engines.port import EngineProfile
 from services.worker.errors import EngineStartError
 
@@ -52,6 +53,16 @@ def engine_profile(
         identity=identity,
         adapters=tuple(adapters),
         dp_size=parallel.data_parallel_size,
+        transfer=WAY if takes_transfers(config) else "",
+    )
+
+
+def takes_transfers(config: VllmConfig) -> bool:
+    """Whether the engine was configured to hand its KV to others."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector in (
+        "ForebayTransfer",
+        "ForebayConnectors",
     )
 
 
@@ -85,7 +96,11 @@ def identify(config: VllmConfig, settings: WorkerSettings) -> dict[str, str]:
     words = identity(config)
     if (transfer := config.kv_transfer_config) is not None and settings.kvbm:
         folder = model_folder(config.model_config.model, config.model_config.revision, fetch=True)
-        transfer.kv_connector_extra_config.update(
+        of_tiers = transfer.kv_connector_extra_config
+        for child in of_tiers.get("connectors", ()):
+            if child["kv_connector"] == "ForebayConnector":
+                of_tiers = child.setdefault("kv_connector_extra_config", {})
+        of_tiers.update(
             address=settings.kvbm,
             namespace=namespace(weights_digest(folder, DigestCache()), words).hex(),
             worker=settings.id,

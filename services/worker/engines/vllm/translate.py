@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from services.common.errors import InvalidRequest
 from services.common.ids import BlockKey
 from services.worker.core.blocks import AllDropped, BlockChange, CopiesAdded, CopiesDropped
 from services.worker.core.model import FinishReason, PositionLogprobs, Sampling
-from services.worker.engines.port import EngineRequest, Output, TierNews
+from services.worker.engines.port import EngineRequest, Output, TierNews, TransferNews
 
 _FINISH = {
     VllmFinish.STOP: FinishReason.STOP,
@@ -38,6 +38,7 @@ class Running:
 
     id: str
     sampling: Sampling
+    prefill_only: bool = False
 
 
 class Intake:
@@ -56,8 +57,8 @@ class Intake:
     def request(self, request: EngineRequest) -> EngineCoreRequest:
         """vLLM's form of a request. Raises InvalidRequest for what vLLM refuses."""
         sampling = sampling_params(request.sampling)
-        if request.kv is not None:
-            sampling.extra_args = {"kv_transfer_params": dict(request.kv)}
+        if params := {**(request.kv or {}), **_transfer(request)}:
+            sampling.extra_args = {"kv_transfer_params": params}
         try:
             return self._processor.process_inputs(
                 request.id,
@@ -72,6 +73,13 @@ class Intake:
             # vLLM's validation names the parameter when it knows it.
             field = getattr(exc, "parameter", None) or ""
             raise InvalidRequest(f"the engine refuses the request: {exc}", field=field) from exc
+
+
+def _transfer(request: EngineRequest) -> Mapping[str, Any]:
+    """What vLLM's connector is to know of a prefill for others, or by others."""
+    if request.prefill_only:
+        return {"do_remote_decode": True, "do_remote_prefill": False}
+    return request.transfer or {}
 
 
 def sampling_params(s: Sampling) -> SamplingParams:
@@ -114,6 +122,7 @@ def output(o: EngineCoreOutput, running: Running) -> Output:
         cached_tokens=None if o.prefill_stats is None else o.prefill_stats.num_cached_tokens,
         queued_s=_queued(o),
         error="the engine could not finish this request" if finish is FinishReason.ERROR else "",
+        transfer=o.kv_transfer_params if running.prefill_only and finish is not None else None,
     )
 
 
@@ -164,6 +173,21 @@ def tier_news(stats: Any) -> TierNews | None:
     """What the connector says in vLLM's statistics, if anything."""
     data = stats.kv_connector_stats if stats is not None else None
     return TierNews(data.get("counts", {}), data.get("node")) if data else None
+
+
+def transfer_news(stats: Any, block_size: int) -> tuple[TransferNews, ...]:
+    """The transfers that ended, by the connector's word in vLLM's statistics."""
+    data = stats.kv_connector_stats if stats is not None else None
+    return tuple(
+        TransferNews(id, blocks * block_size, size, seconds, why)
+        for id, blocks, size, seconds, why in (data or {}).get("transfers", ())
+    )
+
+
+def transfers_of(connector: Any) -> Any:
+    """The engine's ForebayTransfer, by itself or among others; None without one."""
+    children = getattr(connector, "sub_connectors", None) or [connector]
+    return next((c for c in children if hasattr(c, "held")), None)
 
 
 def _keys(hashes: Iterable[Any]) -> tuple[BlockKey, ...]:

@@ -580,6 +580,7 @@ class PathScore(_message.Message):
     SCORE_S_FIELD_NUMBER: _builtins.int
     CHOSEN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DECODE_QUEUE_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Predicted seconds until the prefill begins."""
     prefill_s: _builtins.float
@@ -594,6 +595,8 @@ class PathScore(_message.Message):
     """True for the one that would be taken."""
     reason: _builtins.str
     """Why there is no such way, or why it lost, for people; empty for the chosen one."""
+    decode_queue_s: _builtins.float
+    """Predicted seconds that it waits for others' prefills at the worker that decodes; 0 on one worker."""
     @_builtins.property
     def worker(self) -> _common_pb2.Holder:
         """Worker that decodes."""
@@ -614,10 +617,11 @@ class PathScore(_message.Message):
         score_s: _builtins.float = ...,
         chosen: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        decode_queue_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_worker", b"prefill_worker", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "prefill_s", b"prefill_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "reason", b"reason", "score_s", b"score_s", "stall_s", b"stall_s", "transfer_s", b"transfer_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "decode_queue_s", b"decode_queue_s", "prefill_s", b"prefill_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "reason", b"reason", "score_s", b"score_s", "stall_s", b"stall_s", "transfer_s", b"transfer_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,202 @@
+"""The core's books: all that is kept of workers, by worker or by slot, in step.
+
+Whoever came, went or changed is carried to every book here, so that no book misses it. Decides
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from services.router.core.choice import Choices, Page
+from services.router.core.churn import ChurnBook
+from services.router.core.cost import Candidate
+from services.router.core.index import PrefixIndex
+from services.router.core.lives import Liveness
+from services.router.core.load import LoadBook
+from services.router.core.nodes import NodeTable
+from services.router.core.onboard import OnboardDefaults, OnboardModel
+from services.router.core.rates import RateBook, RateDefaults
+from services.router.core.transfers import TransferBook, TransferDefaults
+from services.router.core.usable import Prompt
+from services.router.core.workers import Change, Worker, WorkerInfo, WorkerTable
+
+
+class Books:
+    """Worker table, index, load, rates, churn, transfers, daemons, and a page for each slot.
+
+    `on_gone` is told of slots that are gone for good.
+    """
+
+    def __init__(
+        self,
+        *,
+        liveness: Liveness,
+        rates: RateDefaults,
+        transfers: TransferDefaults,
+        onboard: OnboardDefaults,
+        node_blocks: int,
+        booking_ttl_s: float,
+        most_churn: float,
+        on_gone: Callable[[int], None],
+    ) -> None:
+        self._liveness = liveness
+        self._most_churn = most_churn
+        self._on_gone = on_gone
+        self.table = WorkerTable(liveness)
+        self.index = PrefixIndex()
+        self.nodes = NodeTable(liveness, node_blocks)
+        self.load = LoadBook(booking_ttl_s)
+        self.rates = RateBook(rates)
+        self.transfers = TransferBook(transfers)
+        self.pages: dict[int, Page] = {}
+        self.choices = Choices(self.table, self.pages, liveness)
+        self._churn = ChurnBook()
+        self._onboard = OnboardModel(onboard)
+
+    # What happens to workers.
+
+    def record(self, info: WorkerInfo, now: float) -> bool:
+        """A worker's discovery record came or changed. False if it is of a life that is over."""
+        self.choices.changed()
+        change = self.table.record(info, now)
+        self._follow(change)
+        self.choices.reserve()
+        for rank in change.worker.ranks:
+            self.index.set_capacity(rank.slot, change.worker.info.total_blocks)
+            self._churn.set_capacity(rank.slot, change.worker.info.total_blocks)
+            self._regroup(rank.slot, change.worker.info)
+        return change.worker.info is info
+
+    def hear(self, worker_id: str, incarnation: int, now: float) -> Worker | None:
+        """A worker's stream spoke. None when that concerns nobody (any more)."""
+        worker = self.table.get(worker_id)
+        if worker is None:
+            return None
+        if worker.refused or worker.incarnation != incarnation:
+            self.choices.changed()
+        else:
+            # By far the most frequent case, in few words.
+            if now - worker.heard_at > self._liveness.suspect_after_s:
+                self.choices.changed()
+            worker.heard_at = now
+            return worker
+        change = self.table.heard(worker_id, incarnation, now)
+        if change is None:
+            return None
+        self._follow(change)
+        return change.worker
+
+    def tick(self, now: float) -> list[str]:
+        """Lets time pass: drops expired bookings and gone workers; returns the ids of these."""
+        self.load.expire(now)
+        self.transfers.expire(now)
+        changes = self.table.tick(now)
+        for change in changes:
+            self.choices.changed()
+            self._follow(change)
+        if changes:
+            self.choices.reserve()
+        # What one worker taught, its model's others learn now.
+        self.learn(self.pages)
+        return [change.worker.info.id for change in changes]
+
+    # What candidates show.
+
+    def refresh(self) -> None:
+        """Writes into the candidates what has changed of their load."""
+        load, pages = self.load, self.pages
+        if load.changed:
+            for slot in load.changed:
+                load.fill(pages[slot].candidate)
+            load.changed.clear()
+
+    def learn(self, slots: Iterable[int]) -> None:
+        """Reads the rates of these anew."""
+        for slot in slots:
+            candidate = self.pages[slot].candidate
+            prefill, decode = self.rates.prefill(slot), self.rates.decode(slot)
+            candidate.request_s = prefill.request_s
+            candidate.token_s = prefill.token_s
+            candidate.pair_s = prefill.pair_s
+            candidate.sequence_s = decode.sequence_s
+            candidate.kv_s = decode.kv_s
+            candidate.settle()
+            self._weigh(candidate)
+
+    def filled(self, slot: int, blocks: float) -> None:
+        """So many blocks come to a slot's cache (parts of blocks count as such)."""
+        self._churn.stored(slot, blocks)
+        self._weigh(self.pages[slot].candidate)
+
+    def prompt(self, keys: Sequence[int], tokens: int, block_size: int, now: float) -> Prompt:
+        """A prompt, looked up wherever its blocks may be."""
+        return Prompt(
+            keys, tokens, block_size, self.index, self.load, self.nodes, self._onboard, now
+        )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when a book contradicts itself or another."""
+        self.table.check_invariants()
+        self.index.check_invariants()
+        self.load.check_invariants()
+        self.rates.check_invariants()
+        self.transfers.check_invariants()
+        self._churn.check_invariants()
+        self.nodes.check_invariants()
+        slots = {rank.slot: rank for worker in self.table for rank in worker.ranks}
+        assert slots == {slot: page.rank for slot, page in self.pages.items()}
+        for slot, page in self.pages.items():
+            model = page.worker.info.model
+            assert self.rates.group(slot) == self._churn.group(slot) == model
+            c = page.candidate
+            assert not (c.g1_tokens or c.lower_tokens or c.mates or c.repeats or page.below), (
+                "left over"
+            )
+            if slot not in self.load.changed:
+                fresh = replace(c)
+                self.load.fill(fresh)
+                fresh.stale = c.stale
+                assert fresh == c, "a load that nobody wrote down"
+        self.choices.check_invariants()
+
+    # Inside.
+
+    def _follow(self, change: Change) -> None:
+        """Carries slots that came and went to all who keep something by slot."""
+        for rank in change.removed:
+            self.index.remove_holder(rank.slot)
+            self.load.remove_slot(rank.slot)
+            self.rates.remove_slot(rank.slot)
+            self._churn.remove_slot(rank.slot)
+            self.transfers.forget(rank.holder.id)
+            self._on_gone(rank.slot)
+            self.pages.pop(rank.slot, None)
+        info = change.worker.info
+        for rank in change.added:
+            self.index.add_holder(rank.slot, info.total_blocks)
+            self.load.add_slot(rank.slot)
+            self.rates.add_slot(rank.slot, info.model)
+            self._churn.add_slot(rank.slot, info.model, info.total_blocks)
+            page = Page(change.worker, rank, Candidate(rank.slot, warm=False))
+            self.pages[rank.slot] = page
+            self.learn((rank.slot,))
+
+    def _regroup(self, slot: int, info: WorkerInfo) -> None:
+        """A record names the model: with its workers the slot shares what it learns.
+
+        What was learned of it under another name stays behind.
+        """
+        if self.rates.group(slot) == info.model:
+            return
+        self.rates.remove_slot(slot)
+        self.rates.add_slot(slot, info.model)
+        self._churn.remove_slot(slot)
+        self._churn.add_slot(slot, info.model, info.total_blocks)
+        self.learn((slot,))
+
+    def _weigh(self, candidate: Candidate) -> None:
+        most = self._most_churn
+        candidate.churn = min(max(self._churn.excess(candidate.slot), -most), most)
+        candidate.stale = True

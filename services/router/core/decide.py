@@ -1,0 +1,273 @@
+"""Decisions: who gets a request, of those in choice, and whether another worker prefills for it.
+
+Writes what there is to know of a prompt into the candidates, asks the policy, compares the two ways
+to serve it (apart.py), and wipes it off again. Books nothing: placement.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.router.core.answers import PathScore, Query, Scored
+from services.router.core.apart import (
+    ApartConfig,
+    Disagg,
+    Limits,
+    Obstacle,
+    Pairing,
+    Path,
+    path_score,
+)
+from services.router.core.books import Books
+from services.router.core.choice import Choice, Page, Verdict
+from services.router.core.cost import Candidate, CostModel
+from services.router.core.fared import fared
+from services.router.core.policies import Ask, Policy, PolicyName
+from services.router.core.repeats import RepeatBook
+from services.router.core.sessions import SessionBook, home_of, session_key
+from services.router.core.usable import Prompt
+
+_MOST_REPEATS = 64
+"""Models whose last placements are remembered."""
+
+
+class Dice(Protocol):
+    """Where chance comes from: a seeded random.Random will do."""
+
+    def randrange(self, stop: int, /) -> int:
+        """A number from 0 to stop - 1."""
+
+
+@dataclass(slots=True)
+class Decision:
+    """What was decided, as long as the candidates are written."""
+
+    choice: Choice
+    query: Query
+    prompt: Prompt
+    ask: Ask
+    verdict: Verdict
+    limits: Limits
+    always: bool = False
+    """Whether the way apart is taken wherever there is one."""
+    whole: Path | None = None
+    """None: it was not looked at."""
+    apart: Path | Obstacle | None = None
+    """None: no worker has the role of prefill, or nobody has time."""
+
+    @property
+    def page(self) -> Page:
+        """Who decodes."""
+        return self.choice.pages[self.verdict.best]
+
+    @property
+    def split(self) -> Path | None:
+        """The way apart, if that is taken."""
+        if isinstance(self.apart, Path) and self.whole is not None:
+            pays = self.always or self.apart.pays_beside(self.whole)
+            return self.apart if pays else None
+        return None
+
+
+class Decider:
+    """Policy, sessions and repeats, over the books. For one thread."""
+
+    def __init__(
+        self,
+        books: Books,
+        policy: Policy,
+        cost: CostModel,
+        apart: ApartConfig,
+        sessions: SessionBook,
+        session_wait_s: float,
+        dice: Dice,
+    ) -> None:
+        self._books = books
+        self._policy = policy
+        self._kv = policy.name is PolicyName.KV
+        self._when = apart.when
+        self._pairing = Pairing(apart, cost, books.transfers)
+        self._sessions = sessions
+        self._session_wait_s = session_wait_s
+        self._dice = dice
+        self._lot = dice.randrange(1 << 62)
+        self._repeats: dict[str, RepeatBook] = {}
+        self._touched: list[Page] = []
+        """Pages that the prompt of the decision in hand is written into."""
+
+    @contextmanager
+    def deciding(
+        self, choice: Choice, query: Query, now: float, max_wait_s: float, spared: Set[int]
+    ) -> Iterator[Decision]:
+        """The decision, and until it is left all that it rests on, in the candidates."""
+        prompt = self._books.prompt(query.keys, query.prompt_tokens, query.block_size, now)
+        pool = None
+        if self._when is not Disagg.NEVER:
+            pool = self._books.choices.pool(query, choice, now)
+        try:
+            self._write(choice, pool, query, prompt)
+            ask = Ask(now, query.keys, query.block_size or 1, self._lot)
+            limits = Limits(now, max_wait_s, spared)
+            verdict = self._judge(choice, query, ask, limits)
+            always = self._when is Disagg.ALWAYS
+            decision = Decision(choice, query, prompt, ask, verdict, limits, always)
+            if pool is not None and verdict.in_time:
+                self._look_apart(decision, pool)
+            yield decision
+        finally:
+            # Whatever happens: what was written of one prompt must not weigh for the next.
+            for page in self._touched:
+                page.wipe()
+            self._touched.clear()
+
+    def taken(self, decision: Decision) -> None:
+        """A decision was carried out."""
+        self._lot = self._dice.randrange(1 << 62)
+        query, split = decision.query, decision.split
+        rank = (split.decode if split else decision.page).rank
+        computes = (split.prefill if split else None) or decision.page
+        if self._kv:
+            self._repeated(query.model).placed(
+                decision.prompt.fork, computes.rank.slot, computes.candidate.uncached_tokens
+            )
+        if query.session:
+            key = session_key(query.session, query.model, query.tenant)
+            self._sessions.went(key, (rank.holder.id, rank.holder.dp_rank), decision.ask.now)
+        self._policy.chosen(rank.slot)
+
+    # In words.
+
+    def rows(self, decision: Decision) -> list[Scored]:
+        """How all fared that were in choice."""
+        return fared(decision.choice, decision.verdict, self._policy, decision.ask, decision.split)
+
+    def ways(self, decision: Decision) -> tuple[PathScore, PathScore | None]:
+        """The two ways to serve it; None where no worker prefills for others."""
+        split, apart = decision.split, decision.apart
+        whole = decision.whole or self._pairing.whole(decision.page, decision.ask.now)
+        if self._when is Disagg.NEVER and self._books.choices.prefillers:
+            apart = Obstacle.NEVER
+        elif decision.query.whole and self._books.choices.prefillers:
+            apart = Obstacle.ASKED
+        elif apart is None and self._books.choices.prefillers:
+            apart = self._pairing.hindrance(decision.page) or Obstacle.BUSY
+        other = apart if isinstance(apart, Path) else None
+        score = path_score(whole, split is None, other)
+        match apart:
+            case None:
+                return score, None
+            case Path():
+                return score, path_score(apart, split is not None, whole)
+            case Obstacle():
+                return score, PathScore(reason=apart.value)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when a memory contradicts itself."""
+        self._sessions.check_invariants()
+        for book in self._repeats.values():
+            book.check_invariants()
+
+    # Inside.
+
+    def _write(self, choice: Choice, pool: Choice | None, query: Query, prompt: Prompt) -> None:
+        """Writes into the candidates what there is to know of them."""
+        books, pages = self._books, self._books.pages
+        books.refresh()
+        tokens, block_size = query.prompt_tokens, query.block_size or 1
+        tiered, computing = choice.tiered, len(choice.candidates)
+        for candidate in choice.candidates:
+            candidate.prompt_tokens = tokens
+        if pool is not None:
+            for candidate in pool.candidates:
+                candidate.prompt_tokens = tokens
+            # Both share what is to be computed.
+            tiered, computing = tiered + pool.tiered, computing + len(pool.candidates)
+        touched = self._touched
+        deepest = 0
+        for slot in prompt.slots():
+            page = pages[slot]
+            touched.append(page)
+            candidate = page.candidate
+            own = prompt.own(slot)
+            if own > deepest:
+                deepest = own
+            # A last block may be partly filled, and one token is always computed.
+            candidate.g1_tokens = min(own * block_size, max(0, tokens - 1))
+            candidate.mates = prompt.crowd(slot)
+            candidate.warm = True
+        if deepest and self._kv:
+            prompt.fork = query.keys[deepest - 1]
+            book = self._repeated(query.model)
+            share = book.tokens / computing
+            for slot, computed in book.at(prompt.fork).items():
+                # Less than a block more is nothing.
+                if computed - share >= block_size and slot in pages and pages[slot].candidate.warm:
+                    pages[slot].candidate.repeats = computed - share
+        for page in tiered:
+            candidate = page.candidate
+            usable = prompt.at(page.worker.info, page.rank.slot, candidate.prefill_rate)
+            overlap = usable.overlap
+            if overlap.lower:
+                touched.append(page)
+                candidate.g2_tokens = overlap.g2 * block_size
+                candidate.g3_tokens = overlap.g3 * block_size
+                candidate.g4_tokens = overlap.g4 * block_size
+                candidate.onboard_s = usable.onboard_s
+                candidate.warm = True
+                page.below = usable
+
+    def _judge(self, choice: Choice, query: Query, ask: Ask, limits: Limits) -> Verdict:
+        """Who gets all of a request; without effect."""
+        candidates = choice.candidates
+        costs = self._policy.costs(ask, candidates)
+        best = cheapest = self._best(costs)
+        if query.session:
+            best = self._home(choice, query, best, ask.now)
+        if limits.free(candidates[best]):
+            return Verdict(best, costs, best != cheapest, True)
+        free = [i for i, c in enumerate(candidates) if limits.free(c)]
+        if not free:
+            return Verdict(best, costs, best != cheapest, False)
+        return Verdict(free[self._best([costs[i] for i in free])], costs, False, True)
+
+    def _look_apart(self, decision: Decision, pool: Choice) -> None:
+        page, limits = decision.page, decision.limits
+        decision.apart = self._pairing.hindrance(page)
+        if decision.apart is not None:
+            return
+        decision.whole = self._pairing.whole(page, limits.now)
+        # Other policies say who decodes. So does a session: what it says next is cached there.
+        free = self._kv and not decision.query.session
+        decoders = decision.choice.pages if free else [page]
+        decision.apart = self._pairing.apart(decoders, pool.pages, limits, decision.ask.lot)
+
+    def _repeated(self, model: str) -> RepeatBook:
+        book = self._repeats.get(model)
+        if book is None:
+            if len(self._repeats) >= _MOST_REPEATS:
+                del self._repeats[next(iter(self._repeats))]
+            book = self._repeats[model] = RepeatBook()
+        return book
+
+    def _best(self, costs: list[float]) -> int:
+        """Number of the cheapest; the lot decides between equal ones."""
+        most = min(costs) + self._policy.tolerance
+        ties = [i for i, cost in enumerate(costs) if cost <= most]
+        return ties[self._lot % len(ties)]
+
+    def _home(self, choice: Choice, query: Query, best: int, now: float) -> int:
+        """Number of the session's worker, if it is in choice and `best` is not far sooner."""
+        places = [(page.rank.holder.id, page.rank.holder.dp_rank) for page in choice.pages]
+        key = session_key(query.session, query.model, query.tenant)
+        last = self._sessions.place(key, now)
+        home = places.index(last) if last in places else home_of(key, places)
+        wait = _ttft_s(choice.candidates[home], now) - _ttft_s(choice.candidates[best], now)
+        return home if wait <= self._session_wait_s else best
+
+
+def _ttft_s(c: Candidate, now: float) -> float:
+    """Predicted seconds to the first token, whatever the policy."""
+    return c.queue_s(now) + c.prefill_s + c.load_s()
