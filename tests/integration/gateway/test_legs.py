@@ -14,10 +14,8 @@ from forebay.worker.v1 import worker_pb2 as pb
 
 from tests.fakes.router import FakeRouter, pair
 from tests.fakes.token_worker import TokenWorker, error, expected_tokens
-from tests.support.client import completion_body, stream
+from tests.support.client import PROMISE_S, completion_body, send, stream
 from tests.support.polling import until
-
-from .test_disconnect import PROMISE_S, send
 
 PROMPT = list(range(10, 110))
 TOKENS = 6
