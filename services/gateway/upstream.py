@@ -31,6 +31,7 @@ _NOT_BEGUN = frozenset(
         "DRAINING",
         "INVALID_REQUEST",
         "MODEL_NOT_FOUND",
+        "NO_TRANSFER",
         "OVERLOADED",
         "RESUME_UNSUPPORTED",
         "STARTING",

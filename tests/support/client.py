@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.common.rpc.channel import open_channel
 
 Json = dict[str, Any]
+PROMISE_S = 0.3
+"""So long after a client has left, workers hear of it at the latest."""
 
 
 @dataclass
@@ -101,6 +103,19 @@ async def stream(
                 if on_chunk is not None:
                     on_chunk(result)
     return result
+
+
+async def send(port: int, body: dict[str, Any], path: str = "/v1/chat/completions") -> Any:
+    """A request over a bare connection, whose client may leave; returns (reader, writer)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    raw = json.dumps(body).encode()
+    writer.write(
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n".encode()
+        + raw
+    )
+    await writer.drain()
+    return reader, writer
 
 
 async def raw_stream(address: str, path: str, body: Json) -> tuple[bytes, bytes]:

@@ -3,29 +3,13 @@ then.
 """
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 
 from tests.fakes.router import FakeRouter
-from tests.support.client import chat_body, completion_body
+from tests.support.client import PROMISE_S, chat_body, completion_body, send
 from tests.support.polling import until
-
-PROMISE_S = 0.3
-
-
-async def send(port: int, body: dict[str, Any], path: str = "/v1/chat/completions") -> Any:
-    """A request over a bare connection; returns (reader, writer)."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    raw = json.dumps(body).encode()
-    writer.write(
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(raw)}\r\n\r\n".encode()
-        + raw
-    )
-    await writer.drain()
-    return reader, writer
 
 
 async def assert_quiet(r: Any) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,8 @@ from forebay.worker.v1 import worker_pb2 as pb
 
 from tests.fakes.router import FakeRouter, pair
 from tests.fakes.token_worker import TokenWorker, error, expected_tokens
-from tests.support.client import completion_body, stream
+from tests.support.client import PROMISE_S, completion_body, send, stream
 from tests.support.polling import until
-
-from .test_disconnect import PROMISE_S, send
 
 PROMPT = list(range(10, 110))
 TOKENS = 6
@@ -408,6 +406,8 @@ class Gone:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.writer.close()
+        with suppress(ConnectionError):
+            await self.writer.wait_closed()
 
     def leave(self) -> float:
         self.writer.close()
@@ -490,18 +490,18 @@ async def test_client_leaves_during_the_decode(pairs: Any, reading: bool) -> Non
 
 async def test_two_hundred_cancelled(pairs: Any) -> None:
     """In all phases at once; gauges are exactly zero afterwards, and nothing is held."""
-    async with pairs(interval_s=None) as r:
+    async with pairs(interval_s=None) as r, AsyncExitStack() as stack:
         prefill, decode = r.workers
         clients = [Gone(r, i % 2 == 0) for i in range(200)]
         for client in clients[:100]:
-            await client.__aenter__()
+            await stack.enter_async_context(client)
         await prefill.until(lambda: len(prefill.running) == 100)
         prefill.step()
         await decode.until(lambda: len(decode.running) == 100)
         decode.step()
         assert not prefill.held
         for client in clients[100:]:
-            await client.__aenter__()
+            await stack.enter_async_context(client)
         await prefill.until(lambda: len(prefill.running) == 100)
         for client in clients:
             client.leave()
@@ -537,6 +537,7 @@ async def test_keep_alive_during_the_prefill(pairs: Any) -> None:
         decode.step(2)
         assert b"[DONE]" in await reader.readuntil(b"[DONE]")
         writer.close()
+        await writer.wait_closed()
         await until(lambda: r.metric("requests_in_flight"), lambda n: n == 0, within_s=5)
         await assert_quiet(r, done=1)
 

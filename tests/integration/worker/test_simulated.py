@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import json
 import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from forebay.worker.v1 import worker_pb2_grpc
 
 from services.common.blocks import block_keys
 from services.common.cards import Instance
-from services.common.events.codec import snapshot_from_proto
 from services.common.events.model import (
     Batch,
     BlocksStored,
@@ -29,68 +25,17 @@ from services.common.events.model import (
     RequestAdmitted,
     RequestFinished,
     RequestFirstToken,
-    Snapshot,
 )
-from services.common.events.subscriber import Apply, FollowStats, Reset, follow
 from services.common.lifecycle import Lifecycle
 from services.common.rpc.channel import open_channel
 from services.worker import simulated
 from services.worker.config import WorkerSettings
 from tests.fakes.discovery import FakeDiscovery
-from tests.models import default_cache_dir, tiny_model
 from tests.support.polling import until
+from tests.support.simulated import group, heard, snapshot
 
 BLOCK = 16
 FOREVER_S = 1e6
-
-
-@dataclass
-class Group:
-    discovery: FakeDiscovery
-    life: Lifecycle
-    done: asyncio.Task[None]
-    ready_file: Path
-
-    def instance(self, id: str) -> Instance:
-        """The newest state of a worker's record."""
-        return [i for i in self.discovery.registered_instances if i.id == id][-1]
-
-    def lives(self, id: str) -> list[int]:
-        """Incarnations of a worker, oldest first."""
-        mine = [i.incarnation for i in self.discovery.registered_instances if i.id == id]
-        return list(dict.fromkeys(mine))
-
-
-@asynccontextmanager
-async def group(tmp_path: Path, workers: int = 3, **settings: Any) -> AsyncIterator[Group]:
-    discovery, life, ready = FakeDiscovery(), Lifecycle(), tmp_path / "ready.json"
-    made = WorkerSettings(
-        model=str(tiny_model(default_cache_dir())),
-        served_model_name="tiny",
-        id="w",
-        port=0,
-        events_port=0,
-        metrics_port=0,
-        engine="sim",
-        sim_workers=workers,
-        sim_output_tokens=0,
-        ready_file=str(ready),
-        **{"sim_speedup": 20, **settings},
-    )
-    done = asyncio.create_task(simulated.main(made, life, registrar=discovery))
-    try:
-
-        async def serving() -> bool:
-            assert not done.done() or done.result() is None
-            return ready.exists()
-
-        await until(serving, within_s=20, what="a ready group")
-        yield Group(discovery, life, done, ready)
-    finally:
-        life.stop()
-        await asyncio.wait({done}, timeout=20)
-        assert done.done()
-    assert done.exception() is None
 
 
 def request(length: int = 40, salt: int = 0, max_tokens: int = 8) -> pb.GenerateRequest:
@@ -105,41 +50,6 @@ async def generate(instance: Instance, message: pb.GenerateRequest) -> list[int]
     async with open_channel(instance.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         return [t async for d in stub.Generate(message, timeout=20) for t in d.delta.token_ids]
-
-
-async def snapshot(instance: Instance) -> Snapshot:
-    async with open_channel(instance.address) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        return snapshot_from_proto(await stub.Snapshot(pb.SnapshotRequest(), timeout=5))
-
-
-@asynccontextmanager
-async def heard(instance: Instance) -> AsyncIterator[tuple[list[Batch], FollowStats]]:
-    """The batches that a router would hear, from a first snapshot on."""
-    batches: list[Batch] = []
-    stats = FollowStats()
-    joined = asyncio.Event()
-
-    async def listen() -> None:
-        stream = follow(
-            instance.events_address, instance.id, lambda: snapshot(instance), stats=stats
-        )
-        async with aclosing(stream):
-            async for item in stream:
-                if isinstance(item, Reset):
-                    joined.set()
-                elif isinstance(item, Apply):
-                    batches.append(item.batch)
-
-    task = asyncio.create_task(listen())
-    try:
-        async with asyncio.timeout(10):
-            await joined.wait()
-        yield batches, stats
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def kinds(batches: list[Batch]) -> list[type]:

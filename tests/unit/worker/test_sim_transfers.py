@@ -20,7 +20,7 @@ from services.common.ids import BlockKey
 from services.worker.config import WorkerSettings
 from services.worker.core.blocks import BlockMirror, CopiesAdded
 from services.worker.core.model import FinishReason, Sampling
-from services.worker.engines.port import EngineRequest, Output
+from services.worker.engines.port import EngineRequest, Output, TransferNews
 from services.worker.engines.sim.core.model import (
     SimConfig,
     SimEnd,
@@ -70,6 +70,9 @@ def test_a_transfer_takes_its_own_time_and_the_last_token_is_computed() -> None:
     assert [s.prefill_tokens for s in steps] == [1, 0, 0]
     assert [o.transferred_tokens for s in steps for o in s.outputs] == [39, 0, 0]
     assert (sim.pool.used, sim.load().pending_prefill_tokens) == (0, 0)
+    told = [(s.number, t.id, t.tokens) for s in steps for t in s.transfers]
+    assert told == [(1, "a", 40)]  # with the first token at the latest
+    assert steps[0].transfers[0].seconds == pytest.approx(0.002 + 40 * 0.0001)
 
 
 def test_others_run_meanwhile() -> None:
@@ -130,6 +133,8 @@ def test_transfers_share_a_wire() -> None:
     steps = run(sim)
     times = [first(steps, f"r{i}")[0] for i in range(3)]
     assert times == [pytest.approx((i + 1) * 0.006 + 0.001) for i in range(3)]
+    # Each is told with its own time, not with what it waited for the wire.
+    assert [t.seconds for s in steps for t in s.transfers] == [pytest.approx(0.006)] * 3
 
 
 def test_no_seat_and_no_budget_is_used_before_the_end() -> None:
@@ -183,6 +188,7 @@ def test_an_abort_gives_back_what_a_transfer_had_taken() -> None:
     sim.abort("a", 0.003)
     steps = run(sim)
     assert [o.end for s in steps for o in s.outputs] == [SimEnd.ABORT]
+    assert not any(s.transfers for s in steps)
     assert sim.load().used_blocks == 0 and sim.next_time() is None
     sim.submit(request("b", 41, 1), 1.0)
     _, output = first(run(sim), "b")
@@ -293,10 +299,12 @@ class Engine:
     def __init__(self, engine: SimEngine) -> None:
         self.engine = engine
         self.outputs: dict[str, list[Output]] = {}
+        self.transfers: list[TransferNews] = []
         self._news = asyncio.Event()
         engine.listen(self._on_step, lambda dead: None)
 
     def _on_step(self, step: Any) -> None:
+        self.transfers += step.transfers
         for output in step.outputs:
             self.outputs.setdefault(output.id, []).append(output)
         self._news.set()
@@ -340,6 +348,10 @@ async def test_from_one_engine_to_another(folder: Path) -> None:
         prefill.engine.release_transfer("p")  # nothing is held
         outputs = await decode.run("d", PROMPT, transfer=passed)
         assert (outputs[0].cached_tokens, outputs[0].transferred_tokens) == (99, 99)
+        (news,) = decode.transfers
+        assert (news.id, news.tokens, news.why) == ("d", 112, "")  # whole blocks of 16
+        assert news.bytes == 112 * SHAPES["llama-3.1-8b"].kv_token_bytes
+        assert news.seconds == pytest.approx(0.002 + 100 * 131_072 / 12.5e9)
         assert all(o.transfer is None for o in outputs)
         whole = await prefill.run("w", PROMPT)
         assert tokens(outputs) == tokens(whole) and len(tokens(whole)) == 6

@@ -25,6 +25,7 @@ from services.worker.engines.port import (
     EngineRequest,
     Output,
     Step,
+    TransferNews,
 )
 from services.worker.engines.sim.core.handle import handle
 from services.worker.engines.sim.core.model import (
@@ -33,8 +34,10 @@ from services.worker.engines.sim.core.model import (
     SimOutput,
     SimRequest,
     SimStep,
+    SimTransfer,
 )
 from services.worker.engines.sim.core.simulator import Simulator
+from services.worker.engines.sim.core.timing import TRANSFER_BYTES_PER_S
 from services.worker.engines.sim.core.tokens import TokenStream, Vocabulary, prompt_positions
 
 LATE_S = 0.25
@@ -85,6 +88,7 @@ class SimEngine:
         self._loop = asyncio.get_running_loop()
         self._epoch = self._loop.time()
         self._sim = Simulator(config, self._sample)
+        self._token_s = config.profile.transfer_token_s
         self._live: dict[str, _Live] = {}
         self._draws = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
@@ -301,8 +305,16 @@ class SimEngine:
                         load.running, load.waiting, load.used_blocks, load.pending_prefill_tokens
                     ),
                 ),
+                transfers=tuple(self._transfer(transfer) for transfer in step.transfers),
             )
         )
+
+    def _transfer(self, transfer: SimTransfer) -> TransferNews:
+        """In whole blocks, as an engine brings them; bytes are those of the time on such a wire."""
+        size = self._profile.block_size
+        tokens = -(-transfer.tokens // size) * size
+        bytes = round(tokens * self._token_s * TRANSFER_BYTES_PER_S)
+        return TransferNews(transfer.id, tokens, bytes, transfer.seconds / self._speedup)
 
     def _output(self, output: SimOutput) -> Output:
         live = self._live[output.id]

@@ -91,6 +91,17 @@ class SimOutput:
 
 
 @dataclass(slots=True)
+class SimTransfer:
+    """KV that came from another engine."""
+
+    id: str
+    """Of the request that it was for."""
+    tokens: int
+    seconds: float
+    """On the wire."""
+
+
+@dataclass(slots=True)
 class SimLoad:
     """How busy the engine is."""
 
@@ -116,3 +127,5 @@ class SimStep:
     """Prompt tokens that it computed."""
     preempted: int = 0
     """Requests that lost their blocks and start again."""
+    transfers: list[SimTransfer] = field(default_factory=list)
+    """Those that ended."""

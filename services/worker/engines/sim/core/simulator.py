@@ -27,6 +27,7 @@ from services.worker.engines.sim.core.model import (
     SimOutput,
     SimRequest,
     SimStep,
+    SimTransfer,
 )
 from services.worker.engines.sim.core.pool import BlockPool
 from services.worker.engines.sim.core.run import Run
@@ -60,6 +61,7 @@ class Simulator:
         self._lane_free = -math.inf
         """When the last load ends."""
         self._transfers = Transfers(config.profile)
+        self._received: list[SimTransfer] = []
         self._arrived: list[Run] = []
         """Requests whose transfer is over, and which are in no step yet."""
         self._unsaved: list[BlockKey] = []
@@ -358,8 +360,9 @@ class Simulator:
 
     def _receive(self, now: float) -> None:
         """Takes what has arrived: from here on prefixes can hit it."""
-        for run in self._transfers.ended(now):
+        for run, news in self._transfers.ended(now):
             if not run.ended:
+                self._received.append(news)
                 self._name(run, run.request.transfer_tokens)
                 heapq.heappush(self._arrived, run)
 
@@ -453,11 +456,15 @@ class Simulator:
     def _between(self, now: float, outputs: list[SimOutput]) -> SimStep:
         """News that belong to no step: those of a running one come with its end."""
         changes, self._changes = self._changes, []
-        return SimStep(self.steps, 0, now, now, outputs, changes, self.load())
+        received, self._received = self._received, []
+        step = SimStep(self.steps, 0, now, now, outputs, changes, self.load())
+        step.transfers = received
+        return step
 
     def _told(self, now: float, outputs: list[SimOutput]) -> SimStep:
         changes, self._changes = self._changes, []
         preempted, self._preempted = self._preempted, 0
+        received, self._received = self._received, []
         return SimStep(
             self.steps,
             self._count,
@@ -468,6 +475,7 @@ class Simulator:
             self.load(),
             self._prefill_tokens,
             preempted,
+            received,
         )
 
     # Blocks.
