@@ -59,6 +59,7 @@ async def main(
     workers = Workers(
         gateway_id,
         connect_timeout_s=settings.connect_timeout_s,
+        silence_timeout_s=settings.silence_timeout_s,
         stall_timeout_s=settings.stall_timeout_s,
     )
     routers = Routers(timeout_s=settings.router_timeout_s)

@@ -53,6 +53,8 @@ class GatewaySettings(ServiceSettings):
     """Routers to use, host:port each, comma-separated. Empty: those in discovery."""
     connect_timeout_s: float = Field(default=2.0, gt=0)
     """Longest wait in seconds for a worker's connection when a request needs it."""
+    silence_timeout_s: float = Field(default=10.0, ge=0)
+    """Seconds without any sign of life from a worker until our requests there go on elsewhere."""
     stall_timeout_s: float = Field(default=120.0, ge=0)
     """Seconds without any frame from a worker that has our requests, after which they go elsewhere;
     0 never. Longer than the longest prefill.

@@ -29,6 +29,8 @@ from services.worker.service import WorkerService
 from services.worker.session import Session
 
 SNAPSHOTS_AT_ONCE = 4
+SIGN_S = 1.0
+"""A gateway that hears nothing else of us hears that we live, so often."""
 DRAIN_MARGIN_S = 0.2
 """A drain answers this long before its call's deadline."""
 log = get_logger(__name__)
@@ -71,7 +73,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         _when_done(context, session.close)
         reader = asyncio.create_task(_read(request_iterator, session), name="session reader")
         try:
-            async for frame in session.frames():
+            async for frame in session.frames(SIGN_S):
                 yield messages.frame(frame)
         finally:
             session.close()

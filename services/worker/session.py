@@ -90,8 +90,11 @@ class Session:
         self._error = error
         self._news.set()
 
-    async def frames(self) -> AsyncIterator[Frame]:
-        """What is to be sent, merged while the reader is slow. Raises the error of `end`."""
+    async def frames(self, sign_s: float | None = None) -> AsyncIterator[Frame]:
+        """What is to be sent, merged while the reader is slow. Raises the error of `end`.
+
+        `sign_s`: after so many seconds without news comes an empty frame, as a sign of life.
+        """
         while not self._closed:
             frame = self._backlog.take()
             if frame is not None:
@@ -102,7 +105,11 @@ class Session:
             if self._last and not self._ids and not self._starting:
                 return
             self._news.clear()
-            await self._news.wait()
+            try:
+                async with asyncio.timeout(sign_s):
+                    await self._news.wait()
+            except TimeoutError:
+                yield Frame(self._service.step, ())
 
     def close(self) -> None:
         """Aborts what runs; idempotent."""

@@ -203,6 +203,11 @@ class TokenWorker(pb_grpc.WorkerServiceServicer):
                     frame = pb.SessionResponse(step=self._steps, deltas=deltas)
                     session.outbox.put_nowait(frame)
 
+    def sign(self) -> None:
+        """A sign of life on every session."""
+        for session in self._sessions:
+            session.outbox.put_nowait(pb.SessionResponse(step=self._steps))
+
     def say(self, request_id: str, delta: pb.RequestDelta) -> None:
         """Puts a delta of the test's own on whatever session has the request; a finish ends it."""
         for session in self._sessions:

@@ -60,6 +60,7 @@ class WorkerLink:
         gateway_id: str,
         *,
         connect_timeout_s: float,
+        silence_timeout_s: float,
         stall_timeout_s: float,
     ) -> None:
         self.instance = instance
@@ -68,6 +69,7 @@ class WorkerLink:
         """Whether discovery has it now; without it the link lives as long as its connection."""
         self.state = LinkState.CONNECTING
         self._gateway_id = gateway_id
+        self._silence_timeout_s = silence_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._running: dict[str, Inbox] = {}
         self._transfers: dict[str, Transfer] = {}
@@ -78,6 +80,8 @@ class WorkerLink:
         self._changed = asyncio.Event()
         self._retry = asyncio.Event()
         self._last_news = 0.0
+        self._last_sign = 0.0
+        """When the last sign of life came; 0: this session has given none yet."""
         self._why_down = "not connected yet"
         self._refused = False
 
@@ -203,6 +207,7 @@ class WorkerLink:
                     gateway_id=self._gateway_id, worker_incarnation=self.instance.incarnation
                 )
                 await send(call, pb.SessionRequest(open=opening), timeout_s=self._connect_timeout_s)
+                self._last_sign = 0.0
                 self._set(LinkState.UP)
                 log.info("worker session up", worker=self.id, address=self.instance.address)
                 async with asyncio.TaskGroup() as tasks:
@@ -222,6 +227,9 @@ class WorkerLink:
     async def _read(self, call: Any) -> None:
         loop = asyncio.get_running_loop()
         async for frame in call:
+            if not frame.deltas:
+                self._last_sign = loop.time()
+                continue
             self._last_news = loop.time()
             for delta in frame.deltas:
                 inbox = self._running.get(delta.request_id)
@@ -255,24 +263,44 @@ class WorkerLink:
             await self._filled.wait()
 
     async def _watch(self) -> None:
-        """Ends a session that says nothing while our sequences run on it."""
-        if not self._stall_timeout_s:
-            return
+        """Ends a session whose worker gives no sign of life, or no news of what runs on it."""
         loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self._stall_timeout_s / 8)
-            if self._running and loop.time() - self._last_news > self._stall_timeout_s:
-                raise SessionEnded(f"no news for {self._stall_timeout_s:g} s")
+        limits = [s for s in (self._silence_timeout_s, self._stall_timeout_s) if s]
+        while limits:
+            before = loop.time()
+            await asyncio.sleep(min(limits) / 8)
+            now = loop.time()
+            if now - before > min(limits) / 2:
+                continue  # it is we who slept: what came meanwhile is not read yet
+            if self._running and (why := self._silent(now)):
+                raise SessionEnded(why)
+
+    def _silent(self, now: float) -> str:
+        """Why a session is to be ended, if its worker has been silent for too long."""
+        quiet_s, stalled_s = now - max(self._last_news, self._last_sign), now - self._last_news
+        # One that has given no sign of life yet is of a version that gives none.
+        signs = self._last_sign and self._silence_timeout_s
+        if signs and quiet_s > self._silence_timeout_s:
+            return f"no sign of life for {self._silence_timeout_s:g} s"
+        if self._stall_timeout_s and stalled_s > self._stall_timeout_s:
+            return f"no news for {self._stall_timeout_s:g} s"
+        return ""
 
 
 class Workers:
     """The links with all workers that discovery has shown and whose connection lives."""
 
     def __init__(
-        self, gateway_id: str, *, connect_timeout_s: float, stall_timeout_s: float
+        self,
+        gateway_id: str,
+        *,
+        connect_timeout_s: float,
+        silence_timeout_s: float,
+        stall_timeout_s: float,
     ) -> None:
         self._gateway_id = gateway_id
         self._connect_timeout_s = connect_timeout_s
+        self._silence_timeout_s = silence_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._links: dict[str, WorkerLink] = {}
         self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}
@@ -300,6 +328,7 @@ class Workers:
             instance,
             self._gateway_id,
             connect_timeout_s=self._connect_timeout_s,
+            silence_timeout_s=self._silence_timeout_s,
             stall_timeout_s=self._stall_timeout_s,
         )
         self._links[instance.id] = link

@@ -280,6 +280,21 @@ async def test_silent_worker(rig: Any, text_of: Any) -> None:
         assert answer["choices"][0]["text"] == text_of(expected_tokens(PROMPT, 4))
 
 
+async def test_worker_without_a_sign_of_life(rig: Any, text_of: Any) -> None:
+    """A session that gave signs of life and gives none any more is over, long before it stalls."""
+    async with rig(workers=2, interval_s=None, silence_timeout_s=0.3) as r:
+        first, second = r.workers
+        body = completion_body("tiny", PROMPT, max_tokens=4)
+        task = asyncio.create_task(r.client.post("/v1/completions", json=body))
+        await first.until(lambda: len(first.running) == 1)
+        first.step()
+        first.sign()
+        await second.until(lambda: len(second.running) == 1)
+        second.step(4)
+        answer = (await task).json()
+        assert answer["choices"][0]["text"] == text_of(expected_tokens(PROMPT, 4))
+
+
 async def test_vanished_record_removes_nobody(rig: Any) -> None:
     """etcd may come back empty: a worker whose connection lives is still served from."""
     async with rig() as r:

@@ -58,3 +58,12 @@ async def test_a_refused_name_is_taken_until_the_refusal_was_read() -> None:
     session.refuse("a", InvalidRequest("no"))
     with pytest.raises(InvalidRequest, match="runs already"):
         session.check_name("a")
+
+
+async def test_silence_is_broken_by_signs_of_life() -> None:
+    session = made()
+    await session.start(asked("a"))
+    frames = session.frames(0.01)
+    assert [(await anext(frames)).deltas for _ in range(2)] == [(), ()]
+    session.push(3, Delta("a", (5,)))
+    assert [d.token_ids for d in (await anext(frames)).deltas] == [(5,)]
