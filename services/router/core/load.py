@@ -443,7 +443,7 @@ class LoadBook:
         self._by_slot[request.slot].discard(attempt_id)
         clock = self._clocks[request.slot]
         clock.queue.pop(attempt_id, None)
-        if request.decodes:
+        if request.decoding and not request.prefill_only:
             clock.kv_tokens -= request.prompt_tokens
         self._bookings.pop(attempt_id, None)
         self._count(self._sums[request.slot], request, -1)
@@ -517,14 +517,14 @@ class LoadBook:
         sums.active_blocks += sign * max(1, len(request.keys))
         if not request.decoding:
             sums.pairs += sign * request.pairs
-        if request.awaits:
+        if request.transfer and request.awaits:
             sums.awaiting += sign * (1 if request.booked_until is None else request.sequences)
         if request.booked_until is not None:
             sums.booked += sign * request.sequences
             sums.booked_tokens += sign * request.uncached
-        elif request.decodes:
-            sums.decoding += sign
-        elif not request.decoding:
+        elif request.decoding:
+            sums.decoding += sign * (not request.prefill_only)
+        else:
             sums.queued += sign
             sums.queued_tokens += sign * request.uncached
             if request.after_report:

@@ -189,7 +189,8 @@ class RouterCore:
                 c.slot not in spared and c.queue_s(now) <= max_wait_s for c in choice.candidates
             ):
                 return _busy(choice, query, now, max_wait_s)
-        with self._decider.deciding(choice, query, now, max_wait_s, spared) as decision:
+        try:
+            decision = self._decider.decide(choice, query, now, max_wait_s, spared)
             if not decision.verdict.in_time:
                 return _busy(choice, query, now, max_wait_s)
             split = decision.split
@@ -199,6 +200,8 @@ class RouterCore:
             self._book(placement, decision, split)
             self._decider.taken(decision)
             return placement
+        finally:
+            self._decider.wipe()
 
     def _placed(self, page: Page, decision: Decision, attempt_id: AttemptId) -> Placement:
         rank, candidate, worker = page.rank, page.candidate, page.worker
@@ -326,11 +329,14 @@ class RouterCore:
             if choice.kind is not RefusalKind.NO_WORKER:
                 return choice
         else:
-            with self._decider.deciding(choice, query, now, max_wait_s, spared) as decision:
+            try:
+                decision = self._decider.decide(choice, query, now, max_wait_s, spared)
                 whole, apart = self._decider.ways(decision)
                 rows = tuple(self._decider.rows(decision))
-                card = replace(card, workers=rows, whole=whole, apart=apart)
-                prefills = apart.prefill if apart is not None and apart.chosen else None
+            finally:
+                self._decider.wipe()
+            card = replace(card, workers=rows, whole=whole, apart=apart)
+            prefills = apart.prefill if apart is not None and apart.chosen else None
         barred = self._choices.barred(query, now, {row.holder for row in card.workers})
         others = tuple(
             Scored(
