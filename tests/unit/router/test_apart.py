@@ -583,6 +583,18 @@ class TestLegs:
         assert isinstance(transfer, Transfer) and transfer.predicted_s is None
         twin.core.check_invariants()
 
+    def test_a_twins_leg_does_not_load_from_tiers(self) -> None:
+        rig = self.ready()
+        rig.core.nodes.record(NodeInfo("n0", 1, "n0:1"), rig.now)
+        rig.core.nodes.reset(Snapshot("n0", 1, 0), rig.now)
+        rig.change("d0", DECODE, kvbm="n0")
+        event = BlocksStored(Tier.G2, LONG[:100], namespace=SPACE)
+        rig.core.nodes.apply(Batch("n0", 1, 1, 0, (event,)), rig.now)
+        name = AttemptId("twins")
+        rig.say("d0", RequestAdmitted(name, 4001, 9, LONG, transfer_tokens=4001))
+        rig.say("d0", TransferEnded(name, "p0", 0, 0, 1.0))
+        assert rig.view("d0").queued_tokens == 4001
+
     def test_a_snapshot_tells_of_legs(self) -> None:
         rig = Pools()
         leg = RequestAdmitted(AttemptId("x"), 4001, 9, LONG, transfer_tokens=4001)
