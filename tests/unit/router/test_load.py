@@ -536,7 +536,7 @@ class LoadMachine(RuleBasedStateMachine):
         self.load.remove_slot(slot)
         self.load.add_slot(slot)
         self.booked_at = {
-            i: t for i, t in self.booked_at.items() if AttemptId(i) in self.load._bookings
+            i: t for i, t in self.booked_at.items() if AttemptId(i) in self.load._ledger.bookings
         }
 
     @rule(seconds=st.floats(0, 12))
@@ -546,16 +546,17 @@ class LoadMachine(RuleBasedStateMachine):
         self.booked_at = {
             i: t
             for i, t in self.booked_at.items()
-            if self.now < t + 10 or (i in self.seconds and AttemptId(i) in self.load._bookings)
+            if self.now < t + 10
+            or (i in self.seconds and AttemptId(i) in self.load._ledger.bookings)
         }
         for id in self.seconds & self.booked_at.keys():
-            until = self.load._requests[AttemptId(id)].booked_until
+            until = self.load._ledger.requests[AttemptId(id)].booked_until
             assert until is not None and self.now < until <= self.now + 10
 
     @invariant()
     def holds(self) -> None:
         self.load.check_invariants()
-        assert set(self.load._bookings) == set(self.booked_at)
+        assert set(self.load._ledger.bookings) == set(self.booked_at)
         for slot in (0, 1):
             view = self.load.view(slot)
             assert min(view.booked, view.queued, view.decoding, view.queued_tokens) >= 0
