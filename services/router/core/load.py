@@ -308,7 +308,8 @@ class LoadBook:
             if running.decoding:
                 self._ledger.begin_decode(event.attempt_id, request, now)
                 if before is not None and before.decoding:
-                    request.transfer, request.failed = before.transfer, before.failed
+                    request.transfer = min(before.transfer, request.prompt_tokens)
+                    request.failed = before.failed
         if report is not None:
             self.report(slot, report, now)
         else:

@@ -314,6 +314,15 @@ class TestApart:
         end = load.finished(1, AttemptId("a"), 100, False, 2, 4)
         assert end is not None and (end.prompt_tokens, end.predicted) == (30, 30)
 
+    def test_a_snapshot_may_contradict_what_came_before(self) -> None:
+        load = opened(0, 1)
+        load.admitted(1, leg("a", 101, transfer=101), Estimate(), now=1)
+        load.first_token(1, AttemptId("a"), 101, 2, 101)
+        load.reset(1, [RunningRequest(leg("a", 60), True)], lambda event: Estimate(), None, now=3)
+        load.check_invariants()
+        end = load.finished(1, AttemptId("a"), 60, False, 2, 4)
+        assert end is not None and (end.prompt_tokens, end.cached_tokens) == (0, 0)
+
 
 class TestQueueOverTime:
     """What candidates learn of a queue: token 1 ms, so that tokens are milliseconds."""
