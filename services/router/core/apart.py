@@ -5,7 +5,8 @@ Two ways are compared, in seconds of delay for all whom it concerns, the request
     whole = queue + prefill + stall                     all of it on the policy's choice
     apart = queue + prefill + stall                     at the worker that prefills
           + transfer                                    hand-over, and the KV that is not there yet
-          + decode queue                                what waits ahead at the worker that decodes
+          + decode queue                                what is left by then of what waits ahead at
+                                                        the worker that decodes
 
 prefill   with what comes up from lower tiers, there
 stall     stall_weight x prefill x decodes that run there: each is held up by that prefill
@@ -183,7 +184,7 @@ class Pairing:
         first, then = prefill.candidate, decode.candidate
         travelling = then.prompt_tokens - then.g1_tokens
         doubt_s = self._doubt_s(prefill, now) + self._doubt_s(decode, now)
-        return Path(
+        path = Path(
             decode,
             prefill,
             queue_s=first.queue_s(now),
@@ -191,9 +192,12 @@ class Pairing:
             handover_s=self._config.handover_s + doubt_s,
             transfer_tokens=travelling,
             transfer_s=self._transfers.seconds(decode.worker.info.model, travelling),
-            decode_queue_s=then.queue_s(now),
             stall_s=self._stall(first),
         )
+        # It goes on while the prefill runs elsewhere: else an idle cluster's burst would all go to
+        # one worker, since its queue would count for both ways.
+        path.decode_queue_s = max(0.0, then.queue_s(now) - path.ttft_s)
+        return path
 
     def _doubt_s(self, page: Page, now: float) -> float:
         return self._transfers.doubt_s(page.rank.holder.id, now)
