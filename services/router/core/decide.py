@@ -1,7 +1,7 @@
 """Decisions: who gets a request, of those in choice, and whether another worker prefills for it.
 
 Writes what there is to know of a prompt into the candidates, asks the policy, compares the two ways
-to serve it (apart.py), and wipes it off again. Books nothing: placement.py does.
+to serve it (apart.py), and wipes it off again. Books nothing: booking.py does.
 """
 
 from __future__ import annotations
