@@ -14,7 +14,7 @@ from typing import Any
 from forebay.common.v1 import common_pb2
 from forebay.worker.v1 import worker_pb2, worker_pb2_grpc
 
-from services.common.cards import Adapter, Instance, InstanceKind, ModelCard
+from services.common.cards import Adapter, Instance, InstanceKind, ModelCard, Role
 from services.common.errors import Overloaded
 from services.common.events.codec import snapshot_to_proto
 from services.common.events.model import (
@@ -31,6 +31,7 @@ from services.common.events.model import (
     Snapshot,
     Tier,
     TierBlocks,
+    TransferEnded,
 )
 from services.common.events.publisher import EventPublisher, open_publisher, publisher_time_us
 from services.common.ids import AttemptId, BlockKey, new_incarnation
@@ -87,17 +88,38 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._publish(BlocksCleared(Tier.G1))
 
     def admit(
-        self, attempt_id: str, prompt_tokens: int, keys: Sequence[int], max_new_tokens: int = 1
+        self,
+        attempt_id: str,
+        prompt_tokens: int,
+        keys: Sequence[int],
+        max_new_tokens: int = 1,
+        transfer_tokens: int = 0,
+        prefill_only: bool = False,
     ) -> None:
         """A request is taken."""
-        event = RequestAdmitted(AttemptId(attempt_id), prompt_tokens, max_new_tokens, _keys(keys))
+        event = RequestAdmitted(
+            AttemptId(attempt_id),
+            prompt_tokens,
+            max_new_tokens,
+            _keys(keys),
+            transfer_tokens=transfer_tokens,
+            prefill_only=prefill_only,
+        )
         self.requests[attempt_id] = event, False
         self._publish(event)
 
-    def first_token(self, attempt_id: str, cached_tokens: int) -> None:
+    def first_token(self, attempt_id: str, cached_tokens: int, transferred_tokens: int = 0) -> None:
         """A request's prefill is over."""
         self.requests[attempt_id] = self.requests[attempt_id][0], True
-        self._publish(RequestFirstToken(AttemptId(attempt_id), cached_tokens))
+        self._publish(
+            RequestFirstToken(
+                AttemptId(attempt_id), cached_tokens, transferred_tokens=transferred_tokens
+            )
+        )
+
+    def transfer(self, attempt_id: str, source: str, tokens: int, seconds: float) -> None:
+        """KV came from another worker; 0 tokens: it did not."""
+        self._publish(TransferEnded(AttemptId(attempt_id), source, tokens, tokens * 1000, seconds))
 
     def finish(self, attempt_id: str, cached_tokens: int, output_tokens: int = 1) -> None:
         """A request ends."""
@@ -191,6 +213,8 @@ async def fake_worker(
     adapters: Sequence[Adapter] = (),
     labels: dict[str, str] | None = None,
     kvbm: str = "",
+    role: Role = Role.BOTH,
+    transfer: str = "",
     port: int = 0,
     events_port: int = 0,
     heartbeat_s: float = 0.1,
@@ -228,6 +252,8 @@ async def fake_worker(
                 card=card,
                 labels=labels or {},
                 kvbm=kvbm,
+                role=role,
+                transfer=transfer,
             )
             await server.set_serving(True)
             beats = asyncio.create_task(_beat(worker, heartbeat_s))

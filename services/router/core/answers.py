@@ -138,7 +138,7 @@ class Placement:
     another one hands over.
     """
     predicted_ttft_s: float
-    """0 when the policy predicts none."""
+    """0 when the policy predicts none and one worker does all of it."""
     policy: PolicyName
     score: Score
     prefetch: Prefetch | None = None

@@ -5,7 +5,8 @@ Two ways are compared, in seconds of delay for all whom it concerns, the request
     whole = queue + prefill + stall                     all of it on the policy's choice
     apart = queue + prefill + stall                     at the worker that prefills
           + transfer                                    hand-over, and the KV that is not there yet
-          + decode queue                                what waits ahead at the worker that decodes
+          + decode queue                                what is left by then of what waits ahead at
+                                                        the worker that decodes
 
 prefill   with what comes up from lower tiers, there
 stall     stall_weight x prefill x decodes that run there: each is held up by that prefill
@@ -17,16 +18,16 @@ rest of a prompt stays where it is by the hand-over's price, and by a floor. Kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
 from services.router.core.answers import PathScore
-from services.router.core.choice import Page
+from services.router.core.choice import Choice, Page, Way
 from services.router.core.cost import Candidate, CostModel
 from services.router.core.transfers import TransferBook
-from services.router.core.workers import WorkerInfo, WorkerRole
+from services.router.core.workers import WorkerRole
 
 T = TypeVar("T")
 _LEVEL_S = 1e-6
@@ -68,7 +69,7 @@ class Obstacle(StrEnum):
     BUSY = "all queues that it would have to pass are longer than the limit, or others wait there"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Path:
     """One way to serve a request."""
 
@@ -101,7 +102,7 @@ class Path:
         return self.total_s < whole.total_s - _LEVEL_S
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Limits:
     """Whose time is asked for, and who has any."""
 
@@ -140,42 +141,61 @@ class Pairing:
         return None
 
     def apart(
-        self, decoders: Sequence[Page], pool: Sequence[Page], limits: Limits, lot: int
+        self, decoders: Mapping[Way, Sequence[Page]], pool: Choice, limits: Limits, lot: int
     ) -> Path | Obstacle:
-        """The best two of those who may decode and those who may prefill; ties by lot."""
-        if not pool:
+        """The best two of those who may decode, by way, and those who may prefill; ties by lot."""
+        if not pool.pages:
             return Obstacle.NO_PREFILL
-        ways = {_way(page.worker.info) for page in decoders} - {None}
-        pool = [page for page in pool if _way(page.worker.info) in ways]
-        if not pool:
+        common = [way for way in decoders if way in pool.ways]
+        if not common:
             return Obstacle.MISMATCH
-        now = limits.now
-        pool = [page for page in pool if limits.free(page.candidate)]
-        costs = self._cost.totals([page.candidate for page in pool], now)
-        firsts = {way: _Least[Page](lot) for way in ways}
-        for cost, page in zip(costs, pool, strict=True):
-            doubt_s = self._transfers.doubt_s(page.rank.holder.id, now)
-            firsts[_way(page.worker.info)].offer(cost + doubt_s, page)
-        befores = {
-            way: (self._before_s(best, now), best)
-            for way, first in firsts.items()
-            if (best := first.best) is not None
-        }
         pairs = _Least[tuple[Page, Page]](lot)
+        for way in common:
+            prefill = self._prefiller(pool.ways[way], limits, lot)
+            if prefill is not None:
+                self._offer_pairs(prefill, decoders[way], limits, pairs)
+        return Obstacle.BUSY if pairs.best is None else self._path(*pairs.best, limits.now)
+
+    def _prefiller(self, pages: Sequence[Page], limits: Limits, lot: int) -> Page | None:
+        """Who prefills best, by the score of `kv`."""
+        free = [page for page in pages if limits.free(page.candidate)]
+        costs = self._cost.totals([page.candidate for page in free], limits.now)
+        least = _Least[Page](lot)
+        for cost, page in zip(costs, free, strict=True):
+            least.offer(cost + self._doubt_s(page, limits.now), page)
+        return least.best
+
+    def _offer_pairs(
+        self,
+        prefill: Page,
+        decoders: Sequence[Page],
+        limits: Limits,
+        pairs: _Least[tuple[Page, Page]],
+    ) -> None:
+        """What it costs with each of those who decode; runs for all of them in each decision."""
+        now, cost = limits.now, self._cost
+        c = prefill.candidate
+        before_s = c.queue_s(now) + c.prefill_s + c.load_s() + self._stall(c)
+        before_s += self._doubt_s(prefill, now)
+        speeds: dict[str, tuple[float, float]] = {}
         for page in decoders:
-            before = befores.get(_way(page.worker.info))
-            if before is not None and limits.free(page.candidate):
-                before_s, prefill = before
-                pairs.offer(before_s + self._decode_s(page, now), (prefill, page))
-        if pairs.best is None:
-            return Obstacle.BUSY
-        return self._path(*pairs.best, now)
+            c = page.candidate
+            queue_s = c.queue_s(now) if c.queued_s else 0.0
+            if queue_s > limits.max_wait_s or c.slot in limits.spared:
+                continue
+            model = page.worker.info.model
+            if model not in speeds:
+                speeds[model] = self._transfers.speed(model)
+            latency_s, token_s = speeds[model]
+            transfer_s = latency_s + token_s * (c.prompt_tokens - c.g1_tokens)
+            decode_s = queue_s + transfer_s + cost.decode_s(c) + self._doubt_s(page, now)
+            pairs.offer(before_s + decode_s, (prefill, page))
 
     def _path(self, prefill: Page, decode: Page, now: float) -> Path:
         first, then = prefill.candidate, decode.candidate
         travelling = then.prompt_tokens - then.g1_tokens
-        doubt_s = sum(self._transfers.doubt_s(p.rank.holder.id, now) for p in (prefill, decode))
-        return Path(
+        doubt_s = self._doubt_s(prefill, now) + self._doubt_s(decode, now)
+        path = Path(
             decode,
             prefill,
             queue_s=first.queue_s(now),
@@ -183,26 +203,15 @@ class Pairing:
             handover_s=self._config.handover_s + doubt_s,
             transfer_tokens=travelling,
             transfer_s=self._transfers.seconds(decode.worker.info.model, travelling),
-            decode_queue_s=then.queue_s(now),
             stall_s=self._stall(first),
         )
+        # It goes on while the prefill runs elsewhere: else an idle cluster's burst would all go to
+        # one worker, since its queue would count for both ways.
+        path.decode_queue_s = max(0.0, then.queue_s(now) - path.ttft_s)
+        return path
 
-    def _before_s(self, page: Page, now: float) -> float:
-        """Seconds until a prefill is done, for all whom it concerns."""
-        c = page.candidate
-        doubt_s = self._transfers.doubt_s(page.rank.holder.id, now)
-        return c.queue_s(now) + c.prefill_s + c.load_s() + self._stall(c) + doubt_s
-
-    def _decode_s(self, page: Page, now: float) -> float:
-        """What it costs to decode there, with the transfer of what isn't there yet."""
-        c = page.candidate
-        travelling = c.prompt_tokens - c.g1_tokens
-        return (
-            c.queue_s(now)
-            + self._transfers.seconds(page.worker.info.model, travelling)
-            + self._transfers.doubt_s(page.rank.holder.id, now)
-            + self._cost.decode_s(c)
-        )
+    def _doubt_s(self, page: Page, now: float) -> float:
+        return self._transfers.doubt_s(page.rank.holder.id, now)
 
     def _stall(self, c: Candidate) -> float:
         return self._config.stall_weight * c.decoding * c.prefill_s
@@ -227,11 +236,6 @@ def path_score(path: Path, chosen: bool, other: Path | None) -> PathScore:
         chosen,
         reason,
     )
-
-
-def _way(info: WorkerInfo) -> tuple[str, bytes] | None:
-    """Workers of one way can hand KV to each other; None: not to anybody."""
-    return (info.transfer, info.namespace) if info.transfer else None
 
 
 class _Least(Generic[T]):

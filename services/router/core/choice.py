@@ -16,8 +16,16 @@ from services.router.core.cost import Candidate
 from services.router.core.eligibility import bar_of, has_own_workers, refusal
 from services.router.core.lives import Liveness, Status
 from services.router.core.usable import Usable
-from services.router.core.workers import HolderId, Rank, Worker, WorkerRole, WorkerTable
+from services.router.core.workers import (
+    HolderId,
+    Rank,
+    Worker,
+    WorkerInfo,
+    WorkerRole,
+    WorkerTable,
+)
 
+_NEVER = float("inf")
 _MOST_CHOICES = 256
 """Models and block sizes whose workers are remembered."""
 
@@ -41,6 +49,10 @@ class Page:
         self.below = None
 
 
+Way = tuple[str, bytes]
+"""How KV gets from one worker to another, and the namespace of its bytes."""
+
+
 @dataclass(slots=True)
 class Choice:
     """Workers in choice for a model and block size, as long as nothing changes."""
@@ -53,6 +65,8 @@ class Choice:
     """When the first of them may have been silent for too long."""
     longest: float
     """Longest prompt that all of them take."""
+    ways: dict[Way, list[Page]]
+    """Those that can hand KV over, by way: those of one way to each other."""
 
     @property
     def prefills(self) -> bool:
@@ -244,7 +258,7 @@ class Choices:
 
     def _pool(self, query: Query, now: float) -> Choice:
         there = [w for w in self.classes(query, now)[1] if w.info.transfer]
-        return self._made_of(there) if there else Choice([], [], [], float("inf"), float("inf"))
+        return self._made_of(there) if there else Choice([], [], [], _NEVER, _NEVER, {})
 
     def _made_of(self, workers: list[Worker], dp_rank: int | None = None) -> Choice:
         pages = [
@@ -253,12 +267,17 @@ class Choices:
             for rank in worker.ranks
             if dp_rank is None or rank.holder.dp_rank == dp_rank
         ]
+        ways: dict[Way, list[Page]] = {}
+        for page in pages if self.prefillers else ():
+            if page.worker.info.transfer:
+                ways.setdefault(way_of(page.worker.info), []).append(page)
         return Choice(
             pages,
             [page.candidate for page in pages],
             [page for page in pages if page.worker.info.kvbm],
             min(w.heard_at for w in workers) + self._liveness.suspect_after_s,
-            min(w.info.max_model_len or float("inf") for w in workers),
+            min(w.info.max_model_len or _NEVER for w in workers),
+            ways,
         )
 
     def _eligible(self, query: Query, now: float) -> list[Worker] | Refusal:
@@ -277,6 +296,11 @@ class Choices:
         return query.tenant in self._reserved and has_own_workers(
             query, (w.info for w in self._table)
         )
+
+
+def way_of(info: WorkerInfo) -> Way:
+    """The way of a worker that can hand KV over."""
+    return info.transfer, info.namespace
 
 
 def _remember(

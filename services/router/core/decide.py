@@ -1,13 +1,12 @@
 """Decisions: who gets a request, of those in choice, and whether another worker prefills for it.
 
 Writes what there is to know of a prompt into the candidates, asks the policy, compares the two ways
-to serve it (apart.py), and wipes it off again. Books nothing: placement.py does.
+to serve it (apart.py), and wipes it off again. Books nothing: booking.py does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +21,7 @@ from services.router.core.apart import (
     path_score,
 )
 from services.router.core.books import Books
-from services.router.core.choice import Choice, Page, Verdict
+from services.router.core.choice import Choice, Page, Verdict, Way, way_of
 from services.router.core.cost import Candidate, CostModel
 from services.router.core.fared import fared
 from services.router.core.policies import Ask, Policy, PolicyName
@@ -51,25 +50,17 @@ class Decision:
     ask: Ask
     verdict: Verdict
     limits: Limits
-    always: bool = False
-    """Whether the way apart is taken wherever there is one."""
     whole: Path | None = None
     """None: it was not looked at."""
     apart: Path | Obstacle | None = None
     """None: no worker has the role of prefill, or nobody has time."""
+    split: Path | None = None
+    """The way apart, if that is taken."""
 
     @property
     def page(self) -> Page:
-        """Who decodes."""
+        """Who would do all of it."""
         return self.choice.pages[self.verdict.best]
-
-    @property
-    def split(self) -> Path | None:
-        """The way apart, if that is taken."""
-        if isinstance(self.apart, Path) and self.whole is not None:
-            pays = self.always or self.apart.pays_beside(self.whole)
-            return self.apart if pays else None
-        return None
 
 
 class Decider:
@@ -98,37 +89,36 @@ class Decider:
         self._touched: list[Page] = []
         """Pages that the prompt of the decision in hand is written into."""
 
-    @contextmanager
-    def deciding(
+    def decide(
         self, choice: Choice, query: Query, now: float, max_wait_s: float, spared: Set[int]
-    ) -> Iterator[Decision]:
-        """The decision, and until it is left all that it rests on, in the candidates."""
+    ) -> Decision:
+        """Who gets a request. Has no effect but on the candidates: `wipe` them in any case."""
         prompt = self._books.prompt(query.keys, query.prompt_tokens, query.block_size, now)
         pool = None
         if self._when is not Disagg.NEVER:
             pool = self._books.choices.pool(query, choice, now)
-        try:
-            self._write(choice, pool, query, prompt)
-            ask = Ask(now, query.keys, query.block_size or 1, self._lot)
-            limits = Limits(now, max_wait_s, spared)
-            verdict = self._judge(choice, query, ask, limits)
-            always = self._when is Disagg.ALWAYS
-            decision = Decision(choice, query, prompt, ask, verdict, limits, always)
-            if pool is not None and verdict.in_time:
-                self._look_apart(decision, pool)
-            yield decision
-        finally:
-            # Whatever happens: what was written of one prompt must not weigh for the next.
-            for page in self._touched:
-                page.wipe()
-            self._touched.clear()
+        self._write(choice, pool, query, prompt)
+        ask = Ask(now, query.keys, query.block_size or 1, self._lot)
+        limits = Limits(now, max_wait_s, spared)
+        verdict = self._judge(choice, query, ask, limits)
+        decision = Decision(choice, query, prompt, ask, verdict, limits)
+        if pool is not None and verdict.in_time:
+            self._look_apart(decision, pool)
+        return decision
+
+    def wipe(self) -> None:
+        """What was written of one prompt must not weigh for the next."""
+        for page in self._touched:
+            page.wipe()
+        self._touched.clear()
 
     def taken(self, decision: Decision) -> None:
         """A decision was carried out."""
         self._lot = self._dice.randrange(1 << 62)
         query, split = decision.query, decision.split
-        rank = (split.decode if split else decision.page).rank
-        computes = (split.prefill if split else None) or decision.page
+        page = split.decode if split else decision.page
+        rank = page.rank
+        computes = (split.prefill if split else None) or page
         if self._kv:
             self._repeated(query.model).placed(
                 decision.prompt.fork, computes.rank.slot, computes.candidate.uncached_tokens
@@ -240,9 +230,15 @@ class Decider:
             return
         decision.whole = self._pairing.whole(page, limits.now)
         # Other policies say who decodes. So does a session: what it says next is cached there.
-        free = self._kv and not decision.query.session
-        decoders = decision.choice.pages if free else [page]
-        decision.apart = self._pairing.apart(decoders, pool.pages, limits, decision.ask.lot)
+        if self._kv and not decision.query.session:
+            decoders: Mapping[Way, Sequence[Page]] = decision.choice.ways
+        else:
+            decoders = {way_of(page.worker.info): [page]} if page.worker.info.transfer else {}
+        apart = self._pairing.apart(decoders, pool, limits, decision.ask.lot)
+        decision.apart = apart
+        always = self._when is Disagg.ALWAYS
+        if isinstance(apart, Path) and (always or apart.pays_beside(decision.whole)):
+            decision.split = apart
 
     def _repeated(self, model: str) -> RepeatBook:
         book = self._repeats.get(model)

@@ -15,10 +15,10 @@ from math import inf
 from services.common.events.model import LoadReport, RequestAdmitted, RunningRequest
 from services.common.ids import AttemptId
 from services.router.core.cost import Candidate
-from services.router.core.inflight import InflightPrefixes, Mates, anchored
+from services.router.core.inflight import Mates
+from services.router.core.ledger import Ledger
 from services.router.core.requests import (
     Admitted,
-    Clock,
     Decoded,
     Estimate,
     Finished,
@@ -26,7 +26,6 @@ from services.router.core.requests import (
     LoadView,
     PrefillDone,
     Request,
-    Sums,
     pairs_of,
 )
 
@@ -36,35 +35,21 @@ class LoadBook:
 
     def __init__(self, booking_ttl_s: float = 10.0) -> None:
         self._ttl = booking_ttl_s
-        self._requests: dict[AttemptId, Request] = {}
-        # In order of expiry, since all live equally long.
-        self._bookings: dict[AttemptId, None] = {}
-        self._sums: dict[int, Sums] = {}
+        self._ledger = Ledger()
         self._reports: dict[int, LoadReport] = {}
-        self._clocks: dict[int, Clock] = {}
-        self._by_slot: dict[int, set[AttemptId]] = {}
-        self._inflight = InflightPrefixes()
         self.expired = 0
         """Bookings that nothing confirmed in time."""
-        self.changed: set[int] = set()
+        self.changed = self._ledger.changed
         """Slots whose load has changed since the caller last emptied this."""
 
     def add_slot(self, slot: int) -> None:
         """Opens a page for a worker."""
-        self._sums[slot] = Sums()
-        self._clocks[slot] = Clock()
-        self._by_slot[slot] = set()
-        self.changed.add(slot)
+        self._ledger.add_slot(slot)
 
     def remove_slot(self, slot: int) -> None:
         """Forgets a worker and all its requests."""
-        for attempt_id in list(self._by_slot.get(slot, ())):
-            self._drop(attempt_id)
-        self._sums.pop(slot, None)
-        self._clocks.pop(slot, None)
-        self._by_slot.pop(slot, None)
+        self._ledger.remove_slot(slot)
         self._reports.pop(slot, None)
-        self.changed.discard(slot)
 
     # Own decisions.
 
@@ -103,36 +88,38 @@ class LoadBook:
             then=then,
             shared=not transfer,
         )
-        self._add(attempt_id, request)
+        self._ledger.add(attempt_id, request)
 
     def release(self, attempt_id: AttemptId) -> int | None:
         """Takes an unconfirmed booking back; returns its slot, None if there is none (any more)."""
-        request = self._requests.get(attempt_id)
+        request = self._ledger.requests.get(attempt_id)
         if request is None or request.booked_until is None:
             return None
-        self._drop(attempt_id)
+        self._ledger.drop(attempt_id)
         return request.slot
 
     def expire(self, now: float) -> int:
         """Drops bookings whose time is over; returns how many."""
         count = 0
-        while self._bookings:
-            attempt_id = next(iter(self._bookings))
-            request = self._requests[attempt_id]
+        while self._ledger.bookings:
+            attempt_id = next(iter(self._ledger.bookings))
+            request = self._ledger.requests[attempt_id]
             until = request.booked_until
             if until is not None and until > now:
                 break
             if request.incoming is not None and self._is_running(request.incoming.first):
-                self._renew(attempt_id, now)
+                self._ledger.renew(attempt_id, now + self._ttl)
                 continue
-            self._drop(attempt_id)
+            self._ledger.drop(attempt_id)
             count += 1
         self.expired += count
         return count
 
     def is_booked(self, slot: int, attempt_id: AttemptId) -> bool:
         """Whether this router booked the request there and no event has confirmed it yet."""
-        return attempt_id in self._bookings and self._requests[attempt_id].slot == slot
+        return (
+            attempt_id in self._ledger.bookings and self._ledger.requests[attempt_id].slot == slot
+        )
 
     # What workers tell.
 
@@ -140,11 +127,11 @@ class LoadBook:
         self, slot: int, event: RequestAdmitted, estimate: Estimate, now: float
     ) -> Admitted:
         """An engine took a request; the estimate is for one that is booked nowhere here."""
-        booked = self._requests.get(event.attempt_id)
+        booked = self._ledger.requests.get(event.attempt_id)
         mine = None
         cached, onboards = estimate.cached_tokens, estimate.onboards
         if booked is not None:
-            self._drop(event.attempt_id)
+            self._ledger.drop(event.attempt_id)
             if booked.slot == slot and booked.booked_until is not None:
                 mine = booked
                 cached, onboards = booked.predicted or 0, booked.onboards
@@ -165,9 +152,9 @@ class LoadBook:
             then=mine.then if mine else None,
             shared=not transfer,
         )
-        self._add(event.attempt_id, request)
+        self._ledger.add(event.attempt_id, request)
         if not transfer:
-            self._queue(event.attempt_id, request, now)
+            self._ledger.queue(event.attempt_id, request, now)
         missed = None
         if mine and mine.incoming and not event.transfer_tokens:
             missed = mine.incoming.source
@@ -185,7 +172,7 @@ class LoadBook:
 
         `transferred_tokens` are those of the cached ones whose KV came from another worker.
         """
-        request = self._requests.get(attempt_id)
+        request = self._ledger.requests.get(attempt_id)
         if (
             request is None
             or request.slot != slot
@@ -197,9 +184,9 @@ class LoadBook:
         came = request.awaits and (
             transferred_tokens >= request.transfer or computed <= max(1, request.uncached)
         )
-        self._begin_decode(slot, attempt_id, request, now)
+        self._ledger.begin_decode(attempt_id, request, now)
         self.changed.add(slot)
-        clock = self._clocks[slot]
+        clock = self._ledger.clocks[slot]
         request.began = (now, clock.decoding_s, clock.kv_s)
         if request.transfer:
             request.transfer = min(transferred_tokens, cached_tokens, request.prompt_tokens)
@@ -218,11 +205,11 @@ class LoadBook:
 
         Returns what this router had thought of it, if it decided it.
         """
-        request = self._requests.get(attempt_id)
+        request = self._ledger.requests.get(attempt_id)
         if request is None or request.slot != slot or request.booked_until is not None:
             return None
         if not tokens and request.awaits:
-            self._fail(attempt_id, request, now)
+            self._ledger.fail(attempt_id, request, now)
         return request.incoming
 
     def finished(
@@ -235,11 +222,11 @@ class LoadBook:
         now: float,
     ) -> Finished | None:
         """A request left the engine. None if the request is not known."""
-        request = self._requests.get(attempt_id)
+        request = self._ledger.requests.get(attempt_id)
         if request is None or request.slot != slot:
             return None
-        clock = self._clocks[slot]
-        self._sum_decodes(slot, now)
+        clock = self._ledger.clocks[slot]
+        self._ledger.sum_decodes(slot, now)
         decoded = None
         if request.began is not None and output_tokens > 1 and now > request.began[0]:
             began, decoding_s, kv_s = request.began
@@ -252,10 +239,10 @@ class LoadBook:
             )
         if next(iter(clock.queue), None) == attempt_id:
             clock.head_since = now
-        self._drop(attempt_id)
-        if request.then is not None and request.then in self._bookings:
+        self._ledger.drop(attempt_id)
+        if request.then is not None and request.then in self._ledger.bookings:
             # From now on it has to hurry.
-            self._renew(request.then, now)
+            self._ledger.renew(request.then, now + self._ttl)
         handed = 0 if request.failed else min(request.transfer, cached_tokens)
         return Finished(
             slot,
@@ -270,12 +257,12 @@ class LoadBook:
     def report(self, slot: int, report: LoadReport, now: float) -> None:
         """How busy an engine says it is, all its earlier events included."""
         self._reports[slot] = report
-        self._clocks[slot].told_at = now
+        self._ledger.clocks[slot].told_at = now
         self.changed.add(slot)
-        sums = self._sums[slot]
+        sums = self._ledger.sums[slot]
         if sums.fresh_tokens:
-            for attempt_id in self._by_slot[slot]:
-                request = self._requests[attempt_id]
+            for attempt_id in self._ledger.by_slot[slot]:
+                request = self._ledger.requests[attempt_id]
                 if request.booked_until is None:
                     request.after_report = False
             sums.fresh_tokens = 0
@@ -293,10 +280,10 @@ class LoadBook:
         `estimate` is asked about those not known yet, when those ahead of them are booked and
         they themselves aren't: else each would find its own blocks on their way.
         """
-        old = {a: self._requests[a] for a in self._by_slot[slot]}
+        old = {a: self._ledger.requests[a] for a in self._ledger.by_slot[slot]}
         for attempt_id, request in old.items():
             if request.booked_until is None:
-                self._drop(attempt_id)
+                self._ledger.drop(attempt_id)
         for running in requests:
             event = running.admitted
             before = old.get(event.attempt_id)
@@ -307,7 +294,7 @@ class LoadBook:
                 had -= 0 if before.failed else before.transfer
                 expected = Estimate(max(0, had), before.onboards)
             self.admitted(slot, event, expected, now)
-            request = self._requests[event.attempt_id]
+            request = self._ledger.requests[event.attempt_id]
             # When it came nobody says: its first token then tells nothing of the engine's rate.
             request.admitted_at = None
             if before is not None:
@@ -317,11 +304,12 @@ class LoadBook:
                 if before.booked_until is None:
                     request.admitted_at = before.admitted_at
                     if before.failed and request.awaits:
-                        self._fail(event.attempt_id, request, now)
+                        self._ledger.fail(event.attempt_id, request, now)
             if running.decoding:
-                self._begin_decode(slot, event.attempt_id, request, now)
+                self._ledger.begin_decode(event.attempt_id, request, now)
                 if before is not None and before.decoding:
-                    request.transfer, request.failed = before.transfer, before.failed
+                    request.transfer = min(before.transfer, request.prompt_tokens)
+                    request.failed = before.failed
         if report is not None:
             self.report(slot, report, now)
         else:
@@ -333,7 +321,7 @@ class LoadBook:
     def fill(self, candidate: Candidate) -> None:
         """Writes a worker's load into what policies see of it."""
         slot = candidate.slot
-        sums, clock = self._sums[slot], self._clocks[slot]
+        sums, clock = self._ledger.sums[slot], self._ledger.clocks[slot]
         queued = sums.queued_tokens + sums.booked_tokens
         candidate.active_requests = sums.booked + sums.queued + sums.decoding
         candidate.decoding = sums.decoding
@@ -343,7 +331,7 @@ class LoadBook:
         candidate.queued_tokens = queued
         candidate.queued_pairs = sums.pairs
         head = next(iter(clock.queue), None)
-        request = None if head is None else self._requests[head]
+        request = None if head is None else self._ledger.requests[head]
         candidate.head_tokens = 0 if request is None else request.uncached
         candidate.head_pairs = 0.0 if request is None else request.pairs
         candidate.head_since = clock.head_since
@@ -361,7 +349,7 @@ class LoadBook:
 
     def view(self, slot: int) -> LoadView:
         """A worker's load now."""
-        sums = self._sums[slot]
+        sums = self._ledger.sums[slot]
         report = self._reports.get(slot)
         queued = sums.queued_tokens
         if report is not None:
@@ -383,149 +371,19 @@ class LoadBook:
 
         `known`: blocks that slots have anyhow.
         """
-        return self._inflight.mates(keys, limit, known or {})
+        return self._ledger.inflight.mates(keys, limit, known or {})
 
     @property
     def bookings(self) -> int:
         """Placements of this router that no event has confirmed yet."""
-        return len(self._bookings)
+        return len(self._ledger.bookings)
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a sum differs from what it sums up."""
-        prefixes: dict[tuple[int, int], int] = {}
-        sums: dict[int, Sums] = {slot: Sums() for slot in self._sums}
-        for attempt_id, request in self._requests.items():
-            assert attempt_id in self._by_slot[request.slot]
-            assert (request.booked_until is not None) == (attempt_id in self._bookings)
-            assert not (request.decoding and request.booked_until is not None)
-            assert 0 <= request.uncached <= max(1, request.prompt_tokens)
-            assert 0 <= request.transfer <= request.prompt_tokens
-            assert request.shared != request.awaits
-            self._count(sums[request.slot], request, 1)
-            for key in anchored(request.keys) if request.shared else ():
-                prefixes[key, request.slot] = prefixes.get((key, request.slot), 0) + 1
-        for slot, mine in self._sums.items():
-            # Pairs are halves of integers, so they add up exactly.
-            assert sums[slot] == mine, (sums[slot], mine)
-            assert min(mine.booked, mine.queued, mine.awaiting, mine.decoding) >= 0
-            queue = [
-                a
-                for a in self._by_slot[slot]
-                if not self._requests[a].decoding
-                and not self._requests[a].awaits
-                and self._requests[a].booked_until is None
-            ]
-            assert set(queue) == self._clocks[slot].queue.keys()
-            kv = sum(
-                self._requests[a].prompt_tokens
-                for a in self._by_slot[slot]
-                if self._requests[a].decodes
-            )
-            assert kv == self._clocks[slot].kv_tokens
-        assert prefixes == self._inflight.counts()
-        self._inflight.check_invariants()
-        assert sum(map(len, self._by_slot.values())) == len(self._requests)
-
-    def _add(self, attempt_id: AttemptId, request: Request) -> None:
-        if attempt_id in self._requests:
-            self._drop(attempt_id)
-        self._requests[attempt_id] = request
-        self._by_slot[request.slot].add(attempt_id)
-        if request.booked_until is not None:
-            self._bookings[attempt_id] = None
-        self._count(self._sums[request.slot], request, 1)
-        if request.shared:
-            self._inflight.add(request.slot, request.keys)
-        self.changed.add(request.slot)
-
-    def _drop(self, attempt_id: AttemptId) -> None:
-        request = self._requests.pop(attempt_id)
-        self._by_slot[request.slot].discard(attempt_id)
-        clock = self._clocks[request.slot]
-        clock.queue.pop(attempt_id, None)
-        if request.decodes:
-            clock.kv_tokens -= request.prompt_tokens
-        self._bookings.pop(attempt_id, None)
-        self._count(self._sums[request.slot], request, -1)
-        if request.shared:
-            self._inflight.remove(request.slot, request.keys)
-        self.changed.add(request.slot)
-
-    def _queue(self, attempt_id: AttemptId, request: Request, now: float) -> None:
-        """An admitted request waits for its engine's turn from now on."""
-        clock = self._clocks[request.slot]
-        if not clock.queue:
-            clock.head_since = now
-        clock.queue[attempt_id] = None
-
-    def _fail(self, attempt_id: AttemptId, request: Request, now: float) -> None:
-        """Its KV does not come: it has to be computed, behind those that are there by now."""
-        sums = self._sums[request.slot]
-        self._count(sums, request, -1)
-        request.failed = True
-        request.uncached = min(max(1, request.prompt_tokens), request.uncached + request.transfer)
-        request.admitted_at = None
-        self._count(sums, request, 1)
-        self._share(request)
-        self._queue(attempt_id, request, now)
-        self.changed.add(request.slot)
-
-    def _share(self, request: Request) -> None:
-        """What it brings will be there for those behind it."""
-        if not request.shared:
-            request.shared = True
-            self._inflight.add(request.slot, request.keys)
+        self._ledger.check_invariants()
+        assert self._reports.keys() <= self._ledger.sums.keys()
 
     def _is_running(self, attempt_id: AttemptId) -> bool:
         """Whether an engine has it."""
-        request = self._requests.get(attempt_id)
+        request = self._ledger.requests.get(attempt_id)
         return request is not None and request.booked_until is None
-
-    def _renew(self, attempt_id: AttemptId, now: float) -> None:
-        """A booking lives as long again as a new one."""
-        self._requests[attempt_id].booked_until = now + self._ttl
-        # The last one to expire.
-        del self._bookings[attempt_id]
-        self._bookings[attempt_id] = None
-
-    def _begin_decode(self, slot: int, attempt_id: AttemptId, request: Request, now: float) -> None:
-        self._sum_decodes(slot, now)
-        sums, clock = self._sums[slot], self._clocks[slot]
-        awaited = request.awaits
-        self._count(sums, request, -1)
-        request.decoding = True
-        self._count(sums, request, 1)
-        self._share(request)
-        if request.decodes:
-            clock.kv_tokens += request.prompt_tokens
-        if not awaited:
-            clock.queue.pop(attempt_id, None)
-            # It works on the next one from now on.
-            clock.head_since = now
-
-    def _sum_decodes(self, slot: int, now: float) -> None:
-        """Carries the sums over time on to `now`; called before the decodes change."""
-        clock = self._clocks[slot]
-        passed = max(0.0, now - clock.summed_at)
-        clock.decoding_s += passed * self._sums[slot].decoding
-        clock.kv_s += passed * clock.kv_tokens
-        clock.summed_at = max(clock.summed_at, now)
-
-    @staticmethod
-    def _count(sums: Sums, request: Request, sign: int) -> None:
-        sums.active_tokens += sign * request.prompt_tokens
-        sums.active_blocks += sign * max(1, len(request.keys))
-        if not request.decoding:
-            sums.pairs += sign * request.pairs
-        if request.awaits:
-            sums.awaiting += sign * (1 if request.booked_until is None else request.sequences)
-        if request.booked_until is not None:
-            sums.booked += sign * request.sequences
-            sums.booked_tokens += sign * request.uncached
-        elif request.decodes:
-            sums.decoding += sign
-        elif not request.decoding:
-            sums.queued += sign
-            sums.queued_tokens += sign * request.uncached
-            if request.after_report:
-                sums.fresh_tokens += sign * request.uncached

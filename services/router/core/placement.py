@@ -17,7 +17,6 @@ from services.router.core.answers import (
     Backlog,
     IndexStats,
     Placement,
-    PrefillLeg,
     Query,
     Refusal,
     RefusalKind,
@@ -26,19 +25,20 @@ from services.router.core.answers import (
     Scored,
     WorkerSnapshot,
 )
-from services.router.core.apart import ApartConfig, Path
+from services.router.core.apart import ApartConfig
+from services.router.core.booking import book, placed
 from services.router.core.books import Books
-from services.router.core.choice import Choice, Page, Reach
+from services.router.core.choice import Choice, Reach
 from services.router.core.cost import CostModel
-from services.router.core.decide import Decider, Decision, Dice
+from services.router.core.decide import Decider, Dice
 from services.router.core.intake import Intake
 from services.router.core.lives import Liveness, Status
 from services.router.core.onboard import OnboardDefaults
 from services.router.core.policies import PolicyName, make_policy
 from services.router.core.rates import RateDefaults
-from services.router.core.requests import Incoming
 from services.router.core.sessions import SessionBook
 from services.router.core.transfers import TransferDefaults
+from services.router.core.views import index_stats, model_worker, worker_snapshots
 from services.router.core.workers import WorkerInfo
 
 _NEVER = float("inf")
@@ -189,81 +189,16 @@ class RouterCore:
                 c.slot not in spared and c.queue_s(now) <= max_wait_s for c in choice.candidates
             ):
                 return _busy(choice, query, now, max_wait_s)
-        with self._decider.deciding(choice, query, now, max_wait_s, spared) as decision:
+        try:
+            decision = self._decider.decide(choice, query, now, max_wait_s, spared)
             if not decision.verdict.in_time:
                 return _busy(choice, query, now, max_wait_s)
-            split = decision.split
-            placement = self._placed(split.decode if split else decision.page, decision, attempt_id)
-            if split is not None:
-                placement = self._placed_apart(split, placement, decision)
-            self._book(placement, decision, split)
+            placement = placed(decision, attempt_id, self._policy)
+            book(self._books.load, decision, placement)
             self._decider.taken(decision)
             return placement
-
-    def _placed(self, page: Page, decision: Decision, attempt_id: AttemptId) -> Placement:
-        rank, candidate, worker = page.rank, page.candidate, page.worker
-        score = self._policy.score(decision.ask, candidate)
-        return Placement(
-            attempt_id,
-            rank.holder,
-            worker.info.address,
-            candidate.g1_tokens + candidate.lower_tokens,
-            score.ttft_s,
-            self._policy.name,
-            score,
-            decision.prompt.prefetch(worker.info, page.below) if page.below else None,
-        )
-
-    def _placed_apart(self, split: Path, placement: Placement, decision: Decision) -> Placement:
-        """The same, with a leg before it; what is in lower tiers is of use to that leg alone."""
-        page = split.prefill
-        assert page is not None
-        first, info = page.candidate, page.worker.info
-        return replace(
-            placement,
-            predicted_cached_tokens=split.decode.candidate.g1_tokens,
-            predicted_ttft_s=split.ttft_s,
-            prefetch=decision.prompt.prefetch(info, page.below) if page.below else None,
-            prefill=PrefillLeg(
-                AttemptId(f"{placement.attempt_id}-p"),
-                page.rank.holder,
-                info.address,
-                first.g1_tokens + first.lower_tokens,
-                split.transfer_tokens,
-                split.transfer_s,
-            ),
-        )
-
-    def _book(self, placement: Placement, decision: Decision, split: Path | None) -> None:
-        """All legs count from now on; the one that prefills first."""
-        query, now = decision.query, decision.ask.now
-        incoming = None
-        if (leg := placement.prefill) is not None and split is not None and split.prefill:
-            self._books.load.book(
-                split.prefill.rank.slot,
-                leg.attempt_id,
-                prompt_tokens=query.prompt_tokens,
-                cached_tokens=leg.predicted_cached_tokens,
-                keys=query.keys,
-                now=now,
-                onboards=split.prefill.candidate.lower_tokens > 0,
-                then=placement.attempt_id,
-            )
-            _count(split.prefill)
-            incoming = Incoming(leg.transfer_tokens, leg.holder.id, leg.transfer_s, leg.attempt_id)
-        page = split.decode if split else decision.page
-        self._books.load.book(
-            page.rank.slot,
-            placement.attempt_id,
-            prompt_tokens=query.prompt_tokens,
-            cached_tokens=placement.predicted_cached_tokens,
-            keys=query.keys,
-            now=now,
-            sequences=query.sequences,
-            onboards=split is None and page.candidate.lower_tokens > 0,
-            incoming=incoming,
-        )
-        _count(page)
+        finally:
+            self._decider.wipe()
 
     def release(self, attempt_id: AttemptId) -> bool:
         """Takes back a placement, or a leg of one, that never reached its worker. False if it isn't
@@ -326,11 +261,14 @@ class RouterCore:
             if choice.kind is not RefusalKind.NO_WORKER:
                 return choice
         else:
-            with self._decider.deciding(choice, query, now, max_wait_s, spared) as decision:
+            try:
+                decision = self._decider.decide(choice, query, now, max_wait_s, spared)
                 whole, apart = self._decider.ways(decision)
                 rows = tuple(self._decider.rows(decision))
-                card = replace(card, workers=rows, whole=whole, apart=apart)
-                prefills = apart.prefill if apart is not None and apart.chosen else None
+            finally:
+                self._decider.wipe()
+            card = replace(card, workers=rows, whole=whole, apart=apart)
+            prefills = apart.prefill if apart is not None and apart.chosen else None
         barred = self._choices.barred(query, now, {row.holder for row in card.workers})
         others = tuple(
             Scored(
@@ -347,34 +285,11 @@ class RouterCore:
 
     def model_worker(self, model: str, block_size: int = 0) -> WorkerInfo | None:
         """A worker's record that serves `model`, of that block size if one is named; to hash by."""
-        found = None
-        for worker in self._books.table:
-            if worker.info.serves(model):
-                if block_size in (0, worker.info.block_size):
-                    return worker.info
-                found = found or worker.info
-        return found
+        return model_worker(self._books, model, block_size)
 
     def workers(self, now: float) -> list[WorkerSnapshot]:
         """All ranks of all workers, in order of id."""
-        return [
-            WorkerSnapshot(
-                info=worker.info,
-                holder=rank.holder,
-                status=self._books.table.status(worker, now),
-                load=self._books.load.view(rank.slot),
-                indexed_blocks=self._books.index.digest(rank.slot).blocks,
-                sequence=worker.sequence,
-                silence_s=worker.silence_s(now),
-                placements=rank.placements,
-                prompt_tokens=rank.prompt_tokens,
-                cached_tokens=rank.cached_tokens,
-                prefill_rate=self._books.rates.prefill_rate(rank.slot),
-                has_record=worker.record_incarnation is not None,
-            )
-            for worker in sorted(self._books.table, key=lambda w: w.info.id)
-            for rank in worker.ranks
-        ]
+        return worker_snapshots(self._books, now)
 
     def statuses(self, now: float) -> Iterator[Status]:
         """How each worker is regarded."""
@@ -382,24 +297,7 @@ class RouterCore:
 
     def index_stats(self, digests: bool = True) -> IndexStats:
         """Figures of the index, and digests for each holder if they are wanted."""
-        return IndexStats(
-            blocks=self._books.index.blocks,
-            entries=self._books.index.entries,
-            capacity_entries=self._books.index.capacity_entries,
-            refused_entries=self._books.index.refused,
-            events=self._intake.events + self.nodes.events,
-            unknown_events=self._intake.unknown + self.nodes.unknown_events,
-            digests=tuple(
-                (rank.holder, worker.sequence, self._books.index.digest(rank.slot))
-                for worker in sorted(self._books.table, key=lambda w: w.info.id)
-                for rank in worker.ranks
-                if digests
-            ),
-            tier_entries=self.nodes.entries,
-            tier_capacity_entries=self.nodes.capacity,
-            tier_refused_entries=self.nodes.refused_blocks,
-            drifts=self._intake.doubts.drifts + self.nodes.drifts,
-        )
+        return index_stats(self._books, self._intake, digests)
 
     @property
     def bookings(self) -> int:
@@ -415,11 +313,6 @@ class RouterCore:
         """Raises AssertionError when a part contradicts itself or another."""
         self._books.check_invariants()
         self._decider.check_invariants()
-
-
-def _count(page: Page) -> None:
-    page.rank.placements += 1
-    page.candidate.placements = page.rank.placements
 
 
 def _busy(choice: Choice, query: Query, now: float, max_wait_s: float) -> Refusal:

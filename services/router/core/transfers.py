@@ -111,15 +111,20 @@ class TransferBook:
 
     # Questions.
 
-    def seconds(self, model: str, tokens: int) -> float:
-        """Predicted seconds for the KV of so many tokens of a model; doubts aside."""
+    def speed(self, model: str) -> tuple[float, float]:
+        """Predicted seconds before the first of a model's KV arrives, and for each token."""
         fit = self._fits.get(model)
         latency_s, token_s, _ = self._prior if fit is None else fit.coefficients
+        return latency_s, token_s
+
+    def seconds(self, model: str, tokens: int) -> float:
+        """Predicted seconds for the KV of so many tokens of a model; doubts aside."""
+        latency_s, token_s = self.speed(model)
         return latency_s + token_s * tokens
 
     def doubt_s(self, worker_id: str, now: float) -> float:
         """By how much later a transfer with that worker is to be thought."""
-        doubt = self._doubts.get(worker_id)
+        doubt = self._doubts.get(worker_id) if self._doubts else None
         return 0.0 if doubt is None else doubt.seconds(now)
 
     def check_invariants(self) -> None:

@@ -398,6 +398,14 @@ class TestApart:
         rig.place(1, pinned="w1")
         assert rig.there[-1].prefill is not None, "who waits has no use for w2"
 
+    def test_one_behind_who_has_no_use_for_it_is_not_overtaken_either(self) -> None:
+        rig = self.rig()
+        rig.place(3, pinned="w0", whole=True)
+        rig.wait(pinned="w0", whole=True)
+        rig.wait(pinned="w0")
+        rig.place(1, pinned="w1")
+        assert rig.there[-1].prefill is None
+
     def test_who_waits_is_placed_apart(self) -> None:
         rig = self.rig()
         rig.place(3, pinned="w0", whole=True)

@@ -303,8 +303,17 @@ class TestWhenItPays:
             rig.decodes(id, 4)
         rig.prefills("d1", 4000)
         assert {rig.pair() for _ in range(20)} == {("p0", "d0")}
+        assert rig.ways(pinned="d1")[1].decode_queue_s == 0, "it is over by then"
+        rig.prefills("d1", 8000)
         _, apart = rig.ways(pinned="d1")
-        assert apart.decode_queue_s == pytest.approx(1.0, abs=0.01)
+        assert apart.decode_queue_s == pytest.approx(3.0 - 1.12, abs=0.01)
+
+    def test_a_burst_at_an_idle_cluster_is_shared(self) -> None:
+        """Nobody decodes yet, so nobody is held up: it pays since two prefill sooner than one."""
+        rig = Pools()
+        placed = [rig.place([1000 * i + k for k in range(125)]) for i in range(6)]
+        assert [p.prefill is not None for p in placed].count(True) == 3
+        assert {p.holder.id for p in placed} == {"d0"}
 
     def test_what_the_decode_worker_has_does_not_travel(self) -> None:
         rig = Pools(decode=2)
@@ -601,6 +610,18 @@ class TestLegs:
         (transfer,) = twin.say("d0", TransferEnded(p.attempt_id, "p0", 4001, 9, 0.2))
         assert isinstance(transfer, Transfer) and transfer.predicted_s is None
         twin.core.check_invariants()
+
+    def test_a_twins_leg_does_not_load_from_tiers(self) -> None:
+        rig = self.ready()
+        rig.core.nodes.record(NodeInfo("n0", 1, "n0:1"), rig.now)
+        rig.core.nodes.reset(Snapshot("n0", 1, 0), rig.now)
+        rig.change("d0", DECODE, kvbm="n0")
+        event = BlocksStored(Tier.G2, LONG[:100], namespace=SPACE)
+        rig.core.nodes.apply(Batch("n0", 1, 1, 0, (event,)), rig.now)
+        name = AttemptId("twins")
+        rig.say("d0", RequestAdmitted(name, 4001, 9, LONG, transfer_tokens=4001))
+        rig.say("d0", TransferEnded(name, "p0", 0, 0, 1.0))
+        assert rig.view("d0").queued_tokens == 4001
 
     def test_a_snapshot_tells_of_legs(self) -> None:
         rig = Pools()

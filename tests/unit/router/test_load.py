@@ -314,6 +314,15 @@ class TestApart:
         end = load.finished(1, AttemptId("a"), 100, False, 2, 4)
         assert end is not None and (end.prompt_tokens, end.predicted) == (30, 30)
 
+    def test_a_snapshot_may_contradict_what_came_before(self) -> None:
+        load = opened(0, 1)
+        load.admitted(1, leg("a", 101, transfer=101), Estimate(), now=1)
+        load.first_token(1, AttemptId("a"), 101, 2, 101)
+        load.reset(1, [RunningRequest(leg("a", 60), True)], lambda event: Estimate(), None, now=3)
+        load.check_invariants()
+        end = load.finished(1, AttemptId("a"), 60, False, 2, 4)
+        assert end is not None and (end.prompt_tokens, end.cached_tokens) == (0, 0)
+
 
 class TestQueueOverTime:
     """What candidates learn of a queue: token 1 ms, so that tokens are milliseconds."""
@@ -536,7 +545,7 @@ class LoadMachine(RuleBasedStateMachine):
         self.load.remove_slot(slot)
         self.load.add_slot(slot)
         self.booked_at = {
-            i: t for i, t in self.booked_at.items() if AttemptId(i) in self.load._bookings
+            i: t for i, t in self.booked_at.items() if AttemptId(i) in self.load._ledger.bookings
         }
 
     @rule(seconds=st.floats(0, 12))
@@ -546,16 +555,17 @@ class LoadMachine(RuleBasedStateMachine):
         self.booked_at = {
             i: t
             for i, t in self.booked_at.items()
-            if self.now < t + 10 or (i in self.seconds and AttemptId(i) in self.load._bookings)
+            if self.now < t + 10
+            or (i in self.seconds and AttemptId(i) in self.load._ledger.bookings)
         }
         for id in self.seconds & self.booked_at.keys():
-            until = self.load._requests[AttemptId(id)].booked_until
+            until = self.load._ledger.requests[AttemptId(id)].booked_until
             assert until is not None and self.now < until <= self.now + 10
 
     @invariant()
     def holds(self) -> None:
         self.load.check_invariants()
-        assert set(self.load._bookings) == set(self.booked_at)
+        assert set(self.load._ledger.bookings) == set(self.booked_at)
         for slot in (0, 1):
             view = self.load.view(slot)
             assert min(view.booked, view.queued, view.decoding, view.queued_tokens) >= 0

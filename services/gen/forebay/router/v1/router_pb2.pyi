@@ -596,7 +596,9 @@ class PathScore(_message.Message):
     reason: _builtins.str
     """Why there is no such way, or why it lost, for people; empty for the chosen one."""
     decode_queue_s: _builtins.float
-    """Predicted seconds that it waits for others' prefills at the worker that decodes; 0 on one worker."""
+    """Predicted seconds that it then waits for others' prefills at the worker that decodes; 0 on one
+    worker.
+    """
     @_builtins.property
     def worker(self) -> _common_pb2.Holder:
         """Worker that decodes."""
