@@ -291,7 +291,8 @@ class WorkerService:
             1 if generation.prefill_only else max_new,
             keys,
             generation.dp_rank or 0,
-            max(0, len(tokens) - have * self.cards.card.block_size) if travels else 0,
+            # At least one, which says that the handle is used.
+            max(1, len(tokens) - have * self.cards.card.block_size) if travels else 0,
             generation.prefill_only,
         )
         self._metrics.admitted.inc()
