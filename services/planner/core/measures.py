@@ -107,9 +107,10 @@ class GroupMeasures:
     ttft: Attained = Attained()
     itl: Attained = Attained()
     fresh_ttft: int = 0
-    """Requests with a first token, admitted since roles last changed; the next four are of them."""
+    """Requests whose prefill is over or later than the target, admitted since roles last changed;
+    the next four are of them."""
     prefill_high_s: float | None = None
-    """From admission to the end of the prefill, at the wanted quantile, ..."""
+    """From admission to the end of the prefill (or until now), at the wanted quantile, ..."""
     prefill_median_s: float = 0.0
     handover_high_s: float = 0.0
     """From there to the first token at a decode worker, ..."""

@@ -27,6 +27,8 @@ from services.planner.core.measures import GroupKey, GroupMeasures, WorkerView
 from services.planner.core.targets import Targets
 
 _REFUSALS_KEPT = 1024
+_SHOWN = 100.0
+"""Higher pressures are told as this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +289,8 @@ class Policy:
         figures = {
             "prefill_workers": prefillers,
             "decode_workers": decoders,
-            "prefill_pressure": pressure.prefill.ratio,
-            "decode_pressure": pressure.decode.ratio,
+            "prefill_pressure": min(_SHOWN, pressure.prefill.ratio),
+            "decode_pressure": min(_SHOWN, pressure.decode.ratio),
             "ttft_kept": g.ttft.share,
             "itl_kept": g.itl.share,
             "pending_tokens": g.prefill.pending,

@@ -85,7 +85,7 @@ class Watch:
         known = self._workers.get(info.id)
         if known is None:
             runs = WorkerRuns(self.config.window_s)
-            self._workers[info.id] = _Worker(info, runs, info.incarnation, heard_at=now)
+            self._workers[info.id] = _Worker(info, runs, info.incarnation)
             self._note_pools()
             return
         if known.info.incarnation == info.incarnation and known.info.role != info.role:
@@ -254,7 +254,13 @@ class Watch:
             for w in living
             for r in w.runs.waiting()
         )
-        fresh = group.prefill.values(since)
+        # Who still waits has waited for so long at least.
+        fresh = group.prefill.values(since) + [
+            now - r.at
+            for w in living
+            for r in w.runs.waiting()
+            if r.at is not None and r.at >= since and r.to_compute and now - r.at > targets.ttft_s
+        ]
         handover = group.handover.values(since)
         # What a worker that now prefills still decodes is slow, and says nothing of the others.
         decoders = [w for w in living if w.info.role is not Role.PREFILL]
