@@ -1,4 +1,7 @@
-"""Loads: one that swings between long prompts and long answers, and recorded traces."""
+"""Loads: one that swings between long prompts and long answers, and recorded traces.
+
+A trace runs as many times as fast as eight workers can bear in some split, or nearly.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ from services.router.replay.trace import (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of request: mean lengths in tokens, and how many arrive in a second at its height."""
+    """A kind of request: mean lengths in tokens, and how many arrive in a second at most."""
 
     input_tokens: int
     output_tokens: int
     rate: float
 
 
-LONG_PROMPTS = Kind(6000, 60, 6.0)
-LONG_ANSWERS = Kind(400, 600, 14.0)
+LONG_PROMPTS = Kind(6000, 60, 7.8)
+LONG_ANSWERS = Kind(400, 600, 18.2)
 
 
 def swinging(
@@ -97,4 +100,44 @@ def _first(requests: Sequence[TraceRequest], seconds: float) -> list[TraceReques
     return numbered(r for r in requests if r.arrival_s < seconds)
 
 
-Load = Callable[[], list[TraceRequest]]
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load for eight workers of the default hardware, and the TTFT that suits its prompts."""
+
+    name: str
+    ttft_s: float
+    requests: Callable[[float, Path], list[TraceRequest]]
+    """So many seconds of it; traces come from the folder."""
+
+
+def _azure_swing(seconds: float, folder: Path) -> list[TraceRequest]:
+    code = from_file(folder / _CODE, seconds / 2, 10.0)
+    conversations = from_file(folder / _CONV, seconds / 2, 5.0)
+    return alternating(code, conversations, 120.0)
+
+
+_CODE = "AzureLLMInferenceTrace_code.csv"
+_CONV = "AzureLLMInferenceTrace_conv.csv"
+
+LOADS = (
+    Load("swing", 1.5, lambda seconds, _: swinging(seconds, 240.0)),
+    Load("azure-swing", 1.5, _azure_swing),
+    Load("azure-code", 1.5, lambda seconds, folder: from_file(folder / _CODE, seconds, 10.0)),
+    Load("azure-conv", 1.5, lambda seconds, folder: from_file(folder / _CONV, seconds, 6.0)),
+    Load(
+        "conversation",
+        8.0,
+        lambda seconds, folder: from_file(
+            # Its clock ticks every 3 s.
+            folder / "conversation_dev.jsonl",
+            seconds,
+            2.0,
+            tick_s=3.0,
+        ),
+    ),
+    Load(
+        "toolagent",
+        8.0,
+        lambda seconds, folder: from_file(folder / "toolagent_like_dev.jsonl", seconds, 2.0),
+    ),
+)

@@ -39,7 +39,7 @@ class PolicyConfig:
     """Above it a side is pressed."""
     low: float = 0.5
     """A side whose pressure stays at most this without a worker may always give it."""
-    gain: float = 0.85
+    gain: float = 0.9
     """It may also go so far, as a share of the pressed side's pressure, ..."""
     most: float = 0.95
     """... but never beyond this."""
