@@ -32,18 +32,13 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A living worker now."""
+    """A living worker that isn't draining, now."""
 
     info: WorkerInfo
     movable: bool
-    """Its record stands, it isn't draining, and it can hand KV on."""
-    queued_tokens: float = 0.0
-    """Prompt tokens that it has still to compute."""
+    """Its record stands, and it can hand KV on."""
     active_tokens: int = 0
     """Prompt tokens of all its requests."""
-    waiting: int = 0
-    """Requests without a first token."""
-    decoding: int = 0
     hit_tokens: float = 0.0
     """Prompt tokens that its own cache saved in the window: what its cache is worth."""
 
@@ -89,8 +84,6 @@ class DecodeLoad:
     """Tokens that they produce in a second."""
     spread: float = 1.0
     """Inter-token latency at the wanted quantile / what `step` says of the present batch; >= 1."""
-    waiting: int = 0
-    """Requests at its workers without a first token."""
     kv_used: int = 0
     """Blocks in use by requests, over all its workers, ..."""
     kv_worker: float = 0.0
@@ -108,13 +101,11 @@ class GroupMeasures:
     itl: Attained = Attained()
     fresh_ttft: int = 0
     """Requests whose prefill is over or later than the target, admitted since roles last changed;
-    the next four are of them."""
+    the next two are of them."""
     prefill_high_s: float | None = None
-    """From admission to the end of the prefill (or until now), at the wanted quantile, ..."""
-    prefill_median_s: float = 0.0
-    handover_high_s: float = 0.0
-    """From there to the first token at a decode worker, ..."""
-    handover_median_s: float = 0.0
+    """From admission to the end of the prefill (or until now), at the wanted quantile."""
+    handover_s: float = 0.0
+    """From there to the first token at a decode worker, in the median."""
     fresh_itl: int = 0
     """Requests whose inter-token latency was measured since roles last changed, ..."""
     itl_high_s: float | None = None

@@ -196,7 +196,7 @@ class Policy:
         prefillers, decoders = _sizes(g)
         prefill = self._prefill(g, prefillers or decoders)
         if g.fresh_ttft >= c.fewest and g.prefill_high_s is not None:
-            seen = g.prefill_high_s + g.handover_median_s
+            seen = g.prefill_high_s + g.handover_s
             prefill = prefill.or_worse(seen / t.ttft_s, f"first tokens take {_seconds(seen)}")
         decode = self._decode(g, decoders)
         if g.fresh_itl >= c.fewest and g.itl_high_s is not None:
@@ -208,11 +208,11 @@ class Policy:
     def _prefill(self, g: GroupMeasures, workers: int) -> _Side:
         """The prefill side with so many workers, by prediction."""
         t = self.targets
-        waits = predict.drain_s(g.prefill, workers) + g.handover_median_s
+        waits = predict.drain_s(g.prefill, workers) + g.handover_s
         side = _Side(waits / t.ttft_s, f"prefills wait {_seconds(waits)}")
         ttft = predict.ttft_s(g.prefill, workers, t.quantile)
         if ttft is not None:
-            ttft += g.handover_median_s
+            ttft += g.handover_s
             side = side.or_worse(ttft / t.ttft_s, f"first tokens would take {_seconds(ttft)}")
         use = predict.prefill_use(g.prefill, workers)
         return side.or_worse(

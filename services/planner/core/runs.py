@@ -60,6 +60,7 @@ class WorkerRuns:
         self._waiting: dict[AttemptId, Running] = {}
         self._marks: dict[int, _Mark] = {}
         self._pure = True
+        self._computed_at = 0.0
 
     # What it tells.
 
@@ -75,6 +76,7 @@ class WorkerRuns:
         computed = max(0, running.admitted.prompt_tokens - cached)
         if running.at is not None:
             self.computed.add(now, computed)
+            self._computed_at = now
         self.hits.add(now, max(0, cached - transferred))
         if computed > 1:
             # A step that computes prompts tells nothing of how long decoding takes.
@@ -144,6 +146,10 @@ class WorkerRuns:
         # Both are upper bounds: ours ignores progress inside a prompt, the engine's its cache.
         told = sum(m.report.pending_prefill_tokens for m in self._marks.values())
         return min(mine, told + sum(r.to_compute for r in queue if r.fresh) * uncached)
+
+    def prefill_s(self, now: float) -> float:
+        """Busy seconds in which `computed` was; a prompt that has not ended counts not yet."""
+        return self.prefilling.seconds(now, self._computed_at)
 
     def batch_mean(self) -> float:
         """Decodes beside which a step ran, over the window; 0: none ran."""

@@ -244,7 +244,9 @@ class Watch:
         living = [
             w
             for _, w in sorted(self._workers.items())
-            if w.info.group == key and w.heard_at >= now - self.config.silent_after_s
+            if w.info.group == key
+            and w.heard_at >= now - self.config.silent_after_s
+            and not w.info.draining
         ]
         for worker in living:
             worker.runs.prune(now)
@@ -261,21 +263,17 @@ class Watch:
             for r in w.runs.waiting()
             if r.at is not None and r.at >= since and r.to_compute and now - r.at > targets.ttft_s
         ]
-        handover = group.handover.values(since)
         # What a worker that now prefills still decodes is slow, and says nothing of the others.
         decoders = [w for w in living if w.info.role is not Role.PREFILL]
         itl = group.itl.values(since) + _running_itl(decoders, since)
-        prefill_high = quantile_of(fresh, q)
         return GroupMeasures(
             key=key,
-            workers=tuple(_view(w, group.uncached) for w in living),
+            workers=tuple(_view(w) for w in living),
             ttft=attained(group.ttft.values(), targets.ttft_s, q, late=late),
             itl=attained(group.itl.values() + _running_itl(living, -inf), targets.itl_s, q),
             fresh_ttft=len(fresh),
-            prefill_high_s=prefill_high,
-            prefill_median_s=quantile_of(fresh, 0.5) or 0.0,
-            handover_high_s=quantile_of(handover, q) or 0.0,
-            handover_median_s=quantile_of(handover, 0.5) or 0.0,
+            prefill_high_s=quantile_of(fresh, q),
+            handover_s=quantile_of(group.handover.values(since), 0.5) or 0.0,
             fresh_itl=len(itl),
             itl_high_s=quantile_of(itl, q),
             prefill=self._prefill_load(group, living, targets, now),
@@ -287,7 +285,7 @@ class Watch:
         self, group: GroupLog, living: list[_Worker], targets: Targets, now: float
     ) -> PrefillLoad:
         pool = [w for w in living if w.info.role is Role.PREFILL] or living
-        busy = sum(w.runs.prefilling.seconds(now) for w in pool)
+        busy = sum(w.runs.prefill_s(now) for w in pool)
         tokens = sum(w.runs.computed.total() for w in pool)
         if busy >= _LEAST_BUSY_S and tokens:
             group.rate = tokens / busy
@@ -323,7 +321,6 @@ class Watch:
             batch=batch + grown,
             tokens_s=sum(w.runs.tokens.total() for w in pool) / self._seen_s(group, now),
             spread=spread,
-            waiting=sum(1 for w in pool for _ in w.runs.waiting()),
             kv_used=sum(u for u, _ in used),
             kv_worker=sum(t for _, t in used) / len(used) if used else 0.0,
         )
@@ -341,18 +338,12 @@ class Watch:
             group.check_invariants()
 
 
-def _view(worker: _Worker, uncached: float) -> WorkerView:
+def _view(worker: _Worker) -> WorkerView:
     runs, info = worker.runs, worker.info
     return WorkerView(
         info=info,
-        movable=worker.recorded
-        and not info.draining
-        and bool(info.group.way)
-        and worker.incarnation == info.incarnation,
-        queued_tokens=runs.queued_tokens(uncached),
+        movable=worker.recorded and bool(info.group.way) and worker.incarnation == info.incarnation,
         active_tokens=sum(r.admitted.prompt_tokens for r in runs.requests.values()),
-        waiting=sum(1 for _ in runs.waiting()),
-        decoding=sum(1 for _ in runs.decoding()),
         hit_tokens=runs.hits.total(),
     )
 

@@ -79,10 +79,11 @@ class BusyTime:
                 self._spans.append((self._since, now))
             self._since = None
 
-    def seconds(self, now: float) -> float:
-        """Busy seconds of the window that ends now."""
+    def seconds(self, now: float, until: float | None = None) -> float:
+        """Busy seconds of the window that ends now; only those before `until` when that is told."""
         start = now - self._length_s
+        end = now if until is None else until
         while self._spans and self._spans[0][1] <= start:
             self._spans.popleft()
-        whole = sum(end - max(begin, start) for begin, end in self._spans)
-        return whole + (0.0 if self._since is None else now - max(self._since, start))
+        spans = [*self._spans, *([] if self._since is None else [(self._since, now)])]
+        return sum(max(0.0, min(stop, end) - max(begin, start)) for begin, stop in spans)

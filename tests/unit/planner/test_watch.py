@@ -90,7 +90,7 @@ def test_two_legs_are_one_request() -> None:
     assert seen.ttft.quantile == pytest.approx(1.2)
     assert seen.ttft.share == 0.0
     assert seen.prefill_high_s == pytest.approx(0.6)
-    assert seen.handover_high_s == pytest.approx(0.6)
+    assert seen.handover_s == pytest.approx(0.6)
     assert seen.prefill.demand == pytest.approx(1000 / 2.2)  # the second leg computes nothing
 
 
@@ -175,6 +175,21 @@ def test_a_queue_is_no_longer_than_the_engine_says() -> None:
     assert b.measure(0.2).prefill.pending == 10_000
 
 
+def test_a_rate_counts_only_the_time_of_what_was_computed() -> None:
+    b = Bench(p=Role.PREFILL)
+    b.admit("p", 1.0, "a", 4000, prefill_only=True)
+    b.admit("p", 1.0, "b", 90_000, prefill_only=True)
+    b.first("p", 2.0, "a")
+    assert b.measure(2.0).prefill.rate == pytest.approx(4000.0)
+    assert b.measure(9.0).prefill.rate == pytest.approx(4000.0)  # the long one runs on
+
+
+def test_who_drains_counts_nowhere() -> None:
+    b = Bench(p=Role.PREFILL, d=Role.DECODE)
+    b.watch.record(replace(info("p", Role.PREFILL), draining=True), 1.0)
+    assert [w.info.id for w in b.measure(2.0).workers] == ["d"]
+
+
 def test_who_is_silent_counts_nowhere() -> None:
     b = Bench(p=Role.PREFILL, d=Role.DECODE)
     b.watch.heard("p", 1, 10.0)
@@ -219,7 +234,7 @@ def test_a_new_life_has_no_requests() -> None:
     b.watch.reset(Snapshot("w", 2, 0), 2.0)
     b.watch.check_invariants()
     (view,) = b.watch.measure(KEY, TARGETS, 2.0).workers
-    assert view.waiting == 0 and not view.movable  # until its record says the same
+    assert view.active_tokens == 0 and not view.movable  # until its record says the same
     b.watch.record(info("w", incarnation=2), 2.5)
     (view,) = b.watch.measure(KEY, TARGETS, 2.5).workers
     assert view.movable
@@ -240,7 +255,7 @@ def test_a_snapshot_brings_and_takes_requests_but_no_times() -> None:
     seen = b.measure(3.5)
     assert seen.ttft.count == 1 and seen.ttft.quantile == pytest.approx(2.5)
     (view,) = seen.workers
-    assert (view.waiting, view.decoding) == (0, 3)
+    assert view.active_tokens == 3000 and seen.decode.batch == 3 and seen.prefill.pending == 0
 
 
 def test_who_cannot_hand_on_is_never_movable() -> None:
