@@ -285,11 +285,13 @@ def test_events_of_unknown_requests_are_counted() -> None:
     assert b.watch.orphans == 3
 
 
-def test_a_steady_load_is_not_taken_for_a_rising_one() -> None:
+def test_what_chance_explains_is_not_taken_for_a_rise() -> None:
     b = Bench(p=Role.PREFILL)
     for i in range(40):
-        b.admit("p", i * 0.5, f"a{i}", 1000, prefill_only=True)
-    assert b.measure(20.0).prefill.demand == pytest.approx(2000, rel=0.1)
+        # 18 in the first half of the window, 22 in the second.
+        now = 10.0 * i / 18 if i < 18 else 10.0 + 10.0 * (i - 17) / 22
+        b.admit("p", now, f"a{i}", 1000, prefill_only=True)
+    assert b.measure(20.0).prefill.demand == pytest.approx(2000, rel=0.06)
 
 
 def test_a_load_that_doubles_is_expected_to_go_on() -> None:
