@@ -123,14 +123,13 @@ class Worker:
     prefilled: list[Job] = field(default_factory=list)
     """Prefill legs that ended in the last `advance`; the caller takes them."""
     kv: int = 0
+    pending_tokens: int = 0
+    """Prompt tokens still to be computed."""
+    promised: int = 0
+    """Tokens of KV that it has, or that are on their way to it."""
     steps: int = 0
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _step: _Step | None = None
-
-    @property
-    def pending_tokens(self) -> int:
-        """Prompt tokens still to be computed."""
-        return sum(job.left for job in self.waiting)
 
     def hits(self, request: TraceRequest) -> int:
         """Tokens of the prompt that its cache has; the last one is always computed."""
@@ -147,10 +146,12 @@ class Worker:
         job.tokens = 1 if job.prefill_only else max(1, request.output_tokens)
         if job.transfer:
             self.coming.append(job)
+            self.promised += job.context
         else:
             job.cached = self.hits(request)
             job.left = request.input_tokens - job.cached
             self.waiting.append(job)
+            self.pending_tokens += job.left
         self._interrupt(now)
         self._begin(now)
         return [
@@ -203,7 +204,8 @@ class Worker:
     def _begin(self, now: float) -> None:
         if self._step is not None:
             return
-        for job in sorted((j for j in self.coming if j.ready_s <= now), key=lambda j: j.ready_s):
+        come = sorted((j for j in self.coming if j.ready_s <= now), key=lambda j: j.ready_s)
+        for job in come if self._room() else ():
             if self.kv + job.context > self.hardware.kv_tokens and self.batch:
                 break
             self.coming.remove(job)
@@ -242,11 +244,13 @@ class Worker:
         for job in [j for j in self.batch if j.tokens <= 0]:
             self.batch.remove(job)
             self.kv -= job.context
+            self.promised -= job.context
             job.life.finished_s = now
             events.append(self._finish(job, max(1, job.life.request.output_tokens)))
         if step.prompt_tokens:
             head = self.waiting[0]
             head.left -= step.prompt_tokens
+            self.pending_tokens -= step.prompt_tokens
             if head.left <= 0:
                 self.waiting.popleft()
                 events += self._end_prefill(head, now)
@@ -265,6 +269,7 @@ class Worker:
             return first, self._finish(job, 1)
         self.batch.append(job)
         self.kv += job.context
+        self.promised += job.context
         return (first,)
 
     def _keep(self, request: TraceRequest) -> None:

@@ -117,13 +117,7 @@ class Cluster:
     def _hand_on(self, leg: Job, now: float) -> None:
         request, h = leg.life.request, self._hardware
         pool = [i for i, w in enumerate(self.workers) if w.role is not Role.PREFILL]
-        target = min(
-            pool,
-            key=lambda i: (
-                self.workers[i].kv + sum(j.context for j in self.workers[i].coming),
-                i,
-            ),
-        )
+        target = min(pool, key=lambda i: (self.workers[i].promised, i))
         job = Job(AttemptId(f"a{request.number}d"), leg.life, prefill_only=False, transfer=True)
         job.ready_s = now + h.transfer_s + request.input_tokens / h.transfer_tokens_s
         self._submit(target, job, now)

@@ -52,7 +52,7 @@ def test_decodes_take_a_step_for_each_token() -> None:
     ended, _ = run_out(worker)
     step = HARDWARE.step_s + HARDWARE.sequence_s + HARDWARE.context_s * 10_011
     assert ended == pytest.approx(11 * step)
-    assert worker.steps == 11 and worker.kv == 0
+    assert worker.steps == 11 and worker.kv == worker.promised == 0
 
 
 def test_a_flipped_worker_goes_on_decoding_beside_prefills() -> None:
@@ -74,7 +74,9 @@ def test_a_flipped_worker_goes_on_decoding_beside_prefills() -> None:
 
 def test_all_requests_end_and_time_is_not_lost() -> None:
     requests = swinging(60, 30, kinds=KINDS)
-    outcome = Cluster(split(WORKERS, 2), HARDWARE).run(requests)
+    cluster = Cluster(split(WORKERS, 2), HARDWARE)
+    outcome = cluster.run(requests)
+    assert all(w.kv == w.promised == w.pending_tokens == 0 for w in cluster.workers)
     assert len(outcome.lives) == len(requests)
     for life in outcome.lives:
         assert life.first_token_s is not None and life.finished_s is not None
