@@ -1,6 +1,7 @@
 """Loads: one that swings between long prompts and long answers, and recorded traces.
 
-A trace runs as many times as fast as eight workers can bear in some split, or nearly.
+A trace runs as many times as fast as makes, on the mean, about five workers' work: prompts at the
+prefill rate, answers at the batch that keeps 25 ms between tokens.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class Load:
 
 
 def _azure_swing(seconds: float, folder: Path) -> list[TraceRequest]:
-    code = from_file(folder / _CODE, seconds / 2, 10.0)
-    conversations = from_file(folder / _CONV, seconds / 2, 5.0)
+    code = from_file(folder / _CODE, seconds / 2, 8.0)
+    conversations = from_file(folder / _CONV, seconds / 2, 4.5)
     return alternating(code, conversations, 120.0)
 
 
@@ -122,8 +123,8 @@ _CONV = "AzureLLMInferenceTrace_conv.csv"
 LOADS = (
     Load("swing", 1.5, lambda seconds, _: swinging(seconds, 240.0)),
     Load("azure-swing", 1.5, _azure_swing),
-    Load("azure-code", 1.5, lambda seconds, folder: from_file(folder / _CODE, seconds, 10.0)),
-    Load("azure-conv", 1.5, lambda seconds, folder: from_file(folder / _CONV, seconds, 6.0)),
+    Load("azure-code", 1.5, lambda seconds, folder: from_file(folder / _CODE, seconds, 8.0)),
+    Load("azure-conv", 1.5, lambda seconds, folder: from_file(folder / _CONV, seconds, 4.5)),
     Load(
         "conversation",
         8.0,
@@ -137,7 +138,7 @@ LOADS = (
     ),
     Load(
         "toolagent",
-        8.0,
-        lambda seconds, folder: from_file(folder / "toolagent_like_dev.jsonl", seconds, 2.0),
+        5.0,
+        lambda seconds, folder: from_file(folder / "toolagent_like_dev.jsonl", seconds, 1.0),
     ),
 )
