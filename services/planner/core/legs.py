@@ -42,9 +42,6 @@ class Legs:
         # In order of their ends; a leg that was taken is still in here, and then skipped.
         self._order: deque[tuple[Prompt, Leg]] = deque()
 
-    def __len__(self) -> int:
-        return sum(map(len, self._legs.values()))
-
     def ended(self, prompt: Prompt, leg: Leg) -> None:
         """A prefill leg has ended."""
         self._legs.setdefault(prompt, deque()).append(leg)

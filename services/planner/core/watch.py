@@ -10,7 +10,7 @@ first token; `legs` says how the two are found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -230,10 +230,6 @@ class Watch:
     def groups(self) -> tuple[GroupKey, ...]:
         """All that have workers, in a stable order."""
         return tuple(sorted({w.info.group for w in self._workers.values()}))
-
-    def infos(self) -> Iterator[WorkerInfo]:
-        """Records of all workers, heard or not."""
-        return (w.info for w in self._workers.values())
 
     def measure(self, key: GroupKey, targets: Targets, now: float) -> GroupMeasures:
         """What a decision needs to know of a group."""

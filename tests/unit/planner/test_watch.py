@@ -55,8 +55,8 @@ class Bench:
         self.tell(worker, now, RequestFinished(AttemptId(attempt), 0, tokens))
 
     def measure(self, now: float) -> GroupMeasures:
-        for worker in self.watch.infos():
-            self.watch.heard(worker.id, worker.incarnation, now)
+        for name, worker in self.watch._workers.items():
+            self.watch.heard(name, worker.incarnation, now)
         return self.watch.measure(KEY, TARGETS, now)
 
 
