@@ -132,7 +132,7 @@ LOADS = (
             # Its clock ticks every 3 s.
             folder / "conversation_dev.jsonl",
             seconds,
-            2.0,
+            1.0,
             tick_s=3.0,
         ),
     ),
