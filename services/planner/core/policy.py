@@ -35,7 +35,7 @@ _SHOWN = 100.0
 class PolicyConfig:
     """When to move. Pressures are ratios: 1 is the target, or the limit."""
 
-    high: float = 0.75
+    high: float = 0.85
     """Above it a side is pressed."""
     low: float = 0.5
     """A side whose pressure stays at most this without a worker may always give it."""
