@@ -280,3 +280,12 @@ async def test_without_etcd_nobody_acts(stage: Stage, tmp_path: Path) -> None:
                 return election.active
 
             await until(active, lambda a: not a, within_s=LEASE_S, what="end of the belief")
+
+
+async def test_nobody_gives_up_what_another_has(stage: Stage) -> None:
+    async with open_discovery(stage.settings("claims")) as discovery:
+        assert await discovery.claim("job", "a", 20.0)
+        await discovery.resign("job", "b")
+        assert not await discovery.claim("job", "b", 20.0)
+        await discovery.resign("job", "a")
+        assert await discovery.claim("job", "b", 20.0)
