@@ -15,6 +15,7 @@ class GroupLog:
     """Latencies, arrivals and learned rates of one group."""
 
     def __init__(self, window_s: float, now: float) -> None:
+        self.window_s = window_s
         self.began = self.used_at = now
         self.ttft = Window(window_s)
         """Of whole requests, both legs."""

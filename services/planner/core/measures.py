@@ -79,7 +79,7 @@ class DecodeLoad:
     step: StepTime | None = None
     """Of steps that only decode; None: not measured yet."""
     batch: int = 0
-    """Requests that decode, over all its workers."""
+    """Requests that decode, over all its workers, and those that a rise beyond chance will add."""
     tokens_s: float = 0.0
     """Tokens that they produce in a second."""
     spread: float = 1.0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from math import inf
 
 from services.common.events.model import LoadReport, RequestAdmitted
 from services.common.ids import AttemptId
+from services.planner.core.measures import WorkerInfo
 from services.planner.core.steps import StepFit
 from services.planner.core.windows import BusyTime, Window
 
@@ -182,3 +184,14 @@ class WorkerRuns:
 
 FEWEST_STEPS = 4
 """Steps of which a mean is taken."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker: what its record says, and its present life."""
+
+    info: WorkerInfo
+    runs: WorkerRuns
+    incarnation: int
+    heard_at: float = -inf
+    recorded: bool = True
