@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 from services.common.settings import ServiceSettings
 from services.gateway.config import GatewaySettings
 from services.kvbm.config import KvbmSettings
+from services.planner.config import PlannerSettings
 from services.router.config import RouterSettings
 from services.worker.config import WorkerSettings
 
@@ -54,7 +55,7 @@ def render() -> str:
     """The whole document."""
     shared = ServiceSettings.model_fields
     parts = [HEAD, table("Shared by all services", "FOREBAY_", shared)]
-    for cls in (GatewaySettings, RouterSettings, WorkerSettings, KvbmSettings):
+    for cls in (GatewaySettings, RouterSettings, WorkerSettings, KvbmSettings, PlannerSettings):
         own = {
             name: field
             for name, field in cls.model_fields.items()

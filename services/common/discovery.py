@@ -14,7 +14,7 @@ from forebay.common.v1 import common_pb2
 from google.protobuf import json_format
 
 from services.common.cards import Instance, InstanceKind
-from services.common.etcd.claim import claim
+from services.common.etcd.claim import claim, resign
 from services.common.etcd.client import EtcdClient, open_etcd
 from services.common.etcd.config import EtcdConfig
 from services.common.etcd.lease import LeasedKey, leased_key
@@ -118,10 +118,16 @@ class Discovery:
     async def claim(self, job: str, who: str, ttl_s: float) -> bool:
         """Whether `who` is the one of this cluster that does `job` in the next `ttl_s`.
 
-        For work that two doing it does not hurt. Raises EtcdUnavailable or EtcdRefused.
+        The time counts from before the call. Raises EtcdUnavailable or EtcdRefused.
         """
-        key = f"/forebay-jobs/{self._cluster}/{job}".encode()
-        return await claim(self._client, key, who.encode(), ttl_s)
+        return await claim(self._client, self._job_key(job), who.encode(), ttl_s)
+
+    async def resign(self, job: str, who: str) -> None:
+        """Gives a claimed job up, if `who` has it. Raises EtcdUnavailable or EtcdRefused."""
+        await resign(self._client, self._job_key(job), who.encode())
+
+    def _job_key(self, job: str) -> bytes:
+        return f"/forebay-jobs/{self._cluster}/{job}".encode()
 
     def _key(self, instance: Instance) -> bytes:
         return f"{self._root}{instance.kind}/{instance.id}".encode()

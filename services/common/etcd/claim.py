@@ -1,4 +1,8 @@
-"""Claims: who of several does a job that one shall do. For work that two doing it does not hurt."""
+"""Claims: who of several does a job that one shall do.
+
+Two never have a claim at once by etcd's word. Who acts on one it has must end in its time, counted
+from before it asked; for work that two doing it does not hurt, that may be left out.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +37,10 @@ async def claim(
         "lease revoke", lambda c, m, t: c.lease.LeaseRevoke(revoke, metadata=m, timeout=t)
     )
     return False
+
+
+async def resign(client: EtcdClient, key: bytes, value: bytes) -> None:
+    """Gives `key` up, if it is ours (of this value). Raises EtcdUnavailable or EtcdRefused."""
+    ours = pb.Compare(result=pb.Compare.EQUAL, target=pb.Compare.VALUE, key=key, value=value)
+    delete = pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key))
+    await client.txn([ours], [delete])

@@ -1,0 +1,1 @@
+"""What the planner is worth: simulated time, two pools, and every fixed split beside it."""

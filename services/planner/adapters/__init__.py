@@ -1,0 +1,1 @@
+"""Everything outside the planner that it talks to: one file each."""
