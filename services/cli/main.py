@@ -90,8 +90,8 @@ def _model(wanted: str, output: Path | None = None) -> Model:
     context_settings={"auto_envvar_prefix": "FOREBAY_UP"},
     epilog="Default ports: gateway 8000 (metrics 8001), routers 8100, 8110, ... (metrics +1), "
     "workers 8200, 8210, ... (events +1, metrics +2), kvbm 8300 (events +1, metrics 6880), etcd "
-    "2379 and 2380. Each option can be set by a variable FOREBAY_UP_<OPTION>, or in the table 'up' "
-    "of --config. SIGHUP to the supervisor starts what --no-restart left down.",
+    "2379 and 2380, planner 8400 and 8401. Each option can be set by a variable "
+    "FOREBAY_UP_<OPTION>, or in the table 'up' of --config. SIGHUP to the supervisor starts what --no-restart left down.",
 )
 def up(
     workers: Annotated[
@@ -108,6 +108,13 @@ def up(
     ] = 0,
     transfer: Annotated[
         bool, _option("Let workers hand KV to each other: roles can change later.", "--transfer")
+    ] = False,
+    planner: Annotated[
+        bool,
+        _option(
+            "Change roles so that targets are kept (FOREBAY_PLANNER_TTFT_S, ..._ITL_MS).",
+            "--planner",
+        ),
     ] = False,
     routers: Annotated[int, _option("Routers; the gateway uses any.", min=1)] = 1,
     policy: Annotated[str, _option("Placement: kv, round-robin, random, least-loaded, ...")] = "kv",
@@ -217,6 +224,9 @@ def up(
     kvbm_metrics_port: Annotated[
         int, _option("Port of the kvbm's metrics.", panel="Addresses")
     ] = 6880,
+    planner_port: Annotated[
+        int, _option("The planner's port; its metrics are on the next one.", panel="Addresses")
+    ] = 8400,
     etcd_port: Annotated[
         int, _option("Port of our own etcd, and the next one.", panel="Addresses")
     ] = 2379,
@@ -249,6 +259,8 @@ def up(
             prefill=prefill,
             decode=decode,
             transfer=transfer,
+            planner=planner,
+            planner_port=planner_port,
             routers=routers,
             policy=policy,
             host=host,

@@ -35,6 +35,10 @@ class UpOptions:
     """How many of them decode, and prefill only what is not worth handing over."""
     transfer: bool = False
     """Whether workers can hand KV to each other, so that roles can change later."""
+    planner: bool = False
+    """Whether to start a planner, which changes roles so that its targets are kept."""
+    planner_port: int = 8400
+    """The planner's port; its metrics are on the next one."""
     routers: int = 1
     """Number of routers; the gateway uses any."""
     policy: str = "kv"
@@ -123,8 +127,8 @@ class UpOptions:
             raise UsageError(
                 "--prefill needs workers that decode: give --decode, or --workers of both roles"
             )
-        if self.simulated and (self.apart or self.prefill or self.decode):
-            raise UsageError("--prefill, --decode and --transfer need real engines")
+        if self.simulated and self.apart:
+            raise UsageError("--prefill, --decode, --transfer and --planner need real engines")
         for flag, gib in (("cpu", self.cpu_cache_gb), ("disk", self.disk_cache_gb)):
             if gib is not None and (gib < 0 or (flag == "cpu" and gib == 0)):
                 raise UsageError(
@@ -145,7 +149,7 @@ class UpOptions:
     @property
     def apart(self) -> bool:
         """Whether workers can hand KV to each other."""
-        return bool(self.transfer or self.prefill or self.decode)
+        return bool(self.transfer or self.prefill or self.decode or self.planner)
 
     def role(self, number: int) -> Role:
         """Role of the worker of that number, from 0."""

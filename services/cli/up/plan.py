@@ -17,7 +17,7 @@ from services.cli.up.spec import ProcessSpec, file_probe
 from services.common.net import host_port
 
 LOOPBACK = "127.0.0.1"
-STOP_ORDER = ("gateway", "router", "worker", "kvbm", "etcd")
+STOP_ORDER = ("planner", "gateway", "router", "worker", "kvbm", "etcd")
 """Kinds in the order of a graceful stop: who takes requests first, who is needed by others last."""
 
 
@@ -36,6 +36,8 @@ class Ports:
     etcd_peer: int
     kvbm: tuple[int, int, int] = (0, 0, 0)
     """Port, events port and metrics port."""
+    planner: tuple[int, int] = (0, 0)
+    """Port and metrics port."""
 
     def uses(self, host: str) -> tuple[PortUse, ...]:
         """Every fixed port with its purpose and the flag that moves it; `host` is the gateway's."""
@@ -52,6 +54,8 @@ class Ports:
             strict=True,
         ):
             uses.append(PortUse(port, purpose, flag))
+        for port, purpose in zip(self.planner, ("planner", "planner metrics"), strict=True):
+            uses.append(PortUse(port, purpose, "--planner-port"))
         for i, (port, metrics) in enumerate(self.routers):
             uses.append(PortUse(port, f"router-{i}", "--router-port"))
             uses.append(PortUse(metrics, f"router-{i} metrics", "--router-port"))
@@ -101,6 +105,7 @@ def plan_ports(options: UpOptions, rng: random.Random | None = None) -> Ports:
         kvbm=(options.kvbm_port, options.kvbm_port + 1, options.kvbm_metrics_port)
         if options.kvbm and not options.simulated
         else (0, 0, 0),
+        planner=(options.planner_port, options.planner_port + 1) if options.planner else (0, 0),
     )
     seen: dict[int, PortUse] = {}
     for use in ports.uses(options.host):
@@ -161,7 +166,9 @@ def etcd_spec(ports: Ports, state_dir: Path) -> ProcessSpec:
 def service_specs(
     options: UpOptions, ports: Ports, caches: Caches | None = None
 ) -> tuple[ProcessSpec, ...]:
-    """Routers, the kvbm if there are `caches`, workers and the gateway, in that order."""
+    """Routers, the kvbm if there are `caches`, workers, a planner if one is asked for, and the
+    gateway, in that order.
+    """
     state_dir = Path(options.state_dir)
     endpoints = options.etcd or host_port(LOOPBACK, ports.etcd)
 
@@ -225,6 +232,10 @@ def service_specs(
         )
         for i, (port, events, metrics) in enumerate(ports.workers)
     ]
+    if options.planner:
+        port, metrics = ports.planner
+        flags = (f"--host={LOOPBACK}", f"--port={port}", f"--metrics-port={metrics}")
+        specs.append(spec("planner", 0, *flags))
     specs.append(
         spec(
             "gateway",
