@@ -91,7 +91,8 @@ def _model(wanted: str, output: Path | None = None) -> Model:
     epilog="Default ports: gateway 8000 (metrics 8001), routers 8100, 8110, ... (metrics +1), "
     "workers 8200, 8210, ... (events +1, metrics +2), kvbm 8300 (events +1, metrics 6880), etcd "
     "2379 and 2380, planner 8400 and 8401. Each option can be set by a variable "
-    "FOREBAY_UP_<OPTION>, or in the table 'up' of --config. SIGHUP to the supervisor starts what --no-restart left down.",
+    "FOREBAY_UP_<OPTION>, or in the table 'up' of --config. SIGHUP to the supervisor starts what "
+    "--no-restart left down.",
 )
 def up(
     workers: Annotated[
