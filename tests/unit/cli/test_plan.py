@@ -204,3 +204,32 @@ def test_simulated_workers_share_a_process_and_have_no_caches() -> None:
 def test_options_that_mean_nothing_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=r"--(engine|sim-profile|float32)"):
         options(**changes)
+
+
+def test_roles_go_to_the_first_workers() -> None:
+    specs = by_name(options(workers=4, prefill=1, decode=2))
+    roles = [
+        next(flag for flag in specs[f"worker-{i}"].command if flag.startswith("--role="))
+        for i in range(4)
+    ]
+    assert roles == ["--role=prefill", "--role=decode", "--role=decode", "--role=both"]
+    assert all("--transfer=nixl" in specs[f"worker-{i}"].command for i in range(4))
+    plain = by_name(options(workers=1))["worker-0"].command
+    assert not any(flag.startswith(("--role", "--transfer")) for flag in plain)
+
+
+def test_prefill_alone_serves_nobody() -> None:
+    with pytest.raises(UsageError, match="--prefill needs workers that decode"):
+        options(workers=2, prefill=2)
+    with pytest.raises(UsageError, match="need real engines"):
+        options(engine="sim", planner=True)
+
+
+def test_a_planner_stops_first_and_has_ports() -> None:
+    given = options(planner=True)
+    assert {8400, 8401} <= {use.port for use in plan_ports(given).uses("127.0.0.1")}
+    specs = by_name(given)
+    assert "--port=8400" in specs["planner-0"].command
+    assert "--transfer=nixl" in specs["worker-0"].command
+    assert STOP_ORDER[0] == "planner"
+    assert "planner-0" not in by_name(options())
