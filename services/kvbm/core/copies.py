@@ -62,12 +62,12 @@ class Copies:
             self._stock.unread(source, ref.index)
         return copy
 
-    def begin_fetch(self, meta: BlockMeta) -> Copy | None:
-        """Starts to bring a block from G4, known here or not; None as of `begin`."""
+    def begin_fetch(self, meta: BlockMeta, source: Tier = Tier.G4) -> Copy | None:
+        """Starts to bring a block from G4 or a peer, known here or not; None as of `begin`."""
         block = self._stock.live(meta.key)
         if (block is not None and block.g2 is not None) or (Tier.G2, meta.key) in self._moving:
             return None
-        return self._start(meta, Tier.G4, None, Tier.G2)
+        return self._start(meta, source, None, Tier.G2)
 
     def _start(
         self, meta: BlockMeta, source: Tier, source_slot: SlotRef | None, target: Tier
