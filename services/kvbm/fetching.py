@@ -30,6 +30,8 @@ END_S = 1.0
 """Longest wait when a peer is told that its export has been read; it also ends by itself."""
 MOST_KEYS = 4096
 """Blocks that are asked for at a time."""
+_FULL_TRIES = 2
+"""How often a peer is asked again that has no room in its window."""
 _ROUND_TRIP_S = 0.005
 """What a question to peers is thought to take before any was asked."""
 log = get_logger(__name__)
@@ -181,7 +183,7 @@ class Fetches:
         began = time.monotonic()
         waited_s = 0.0
         checks: list[asyncio.Task[int]] = []
-        asked = 0
+        asked = full = 0
         ahead: asyncio.Task[Export] | None = self._ask_export(peer, blocks)
         link: Link | None = None
         why = ""
@@ -190,6 +192,11 @@ class Fetches:
                 export = await ahead
                 ahead = None
                 taken = len(export.blocks)
+                if not taken and export.reason == "window-full" and full < _FULL_TRIES:
+                    # The peer has waited for room; perhaps it is our own last round's.
+                    full += 1
+                    ahead = self._ask_export(peer, blocks.after(asked))
+                    continue
                 if not taken:
                     why = export.reason or "missing"
                     break
@@ -278,8 +285,10 @@ class Fetches:
             copy = space.catalog.begin_fetch(meta_of(header), self._now_ms(), source=Tier.PEER)
             if copy is not None:
                 begun.copies.append((copy, header, block.address, block.length))
-            elif Tier.G2 not in space.catalog.tiers_of(header.key):
-                # No room, over quota, or (rarely) on its way from elsewhere.
+            elif not (
+                Tier.G2 in space.catalog.tiers_of(header.key)
+                or space.catalog.moving(header.key, Tier.G2)
+            ):
                 begun.stop = "no-room"
                 break
         space.apply()

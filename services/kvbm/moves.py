@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.arena import SlotHeader
 from services.common.blocks import block_key
@@ -35,6 +35,15 @@ class Promoted:
     disk: int = 0
     remote: int = 0
     peers: int = 0
+
+
+@dataclass(slots=True)
+class _Underway:
+    """What one promotion has set in motion, or waits for."""
+
+    copies: list[Copy] = field(default_factory=list)
+    fetches: list[Awaitable[int]] = field(default_factory=list)
+    waits: list[asyncio.Future[None]] = field(default_factory=list)
 
 
 class Moves:
@@ -79,46 +88,59 @@ class Moves:
         `ask`: ask peers for blocks that nobody is known to have; it says how many to fetch of
         those that one turns out to hold.
         """
-        waits: list[asyncio.Future[None]] = []
-        copies: list[Copy] = []
-        fetches: list[Awaitable[int]] = []
-        number = first
+        under = _Underway()
+        number = self._begin(keys, first, under, arrived)
+        work: list[Awaitable[int]] = [
+            self._flight(batch, self._from_disk(batch), arrived) for batch in _batches(under.copies)
+        ]
+        local, remote = asyncio.gather(*work), 0
+        if number < len(keys) and ask is not None and self.fetches is not None:
+            found = await self.fetches.ask(keys[number:])
+            if found is not None:
+                # By now others may have begun to fetch some of them.
+                end = number + ask(*found)
+                number = self._begin(keys[:end], number, under, arrived, disk=False)
+        if number < len(keys):
+            remote = await self._from_remote(keys, number, arrived)
+        moved = Promoted(sum(await local), remote, sum(await asyncio.gather(*under.fetches)))
+        if under.waits:
+            await asyncio.wait(under.waits)
+        return moved
+
+    def _begin(
+        self,
+        keys: Sequence[bytes],
+        number: int,
+        under: _Underway,
+        arrived: Callable[[], None],
+        *,
+        disk: bool = True,
+    ) -> int:
+        """Sets blocks under way, from number `number` on; the first that is nowhere to be had."""
         while number < len(keys):
             key = keys[number]
             if (flying := self._underway(key)) is not None:
-                waits.append(flying)
+                under.waits.append(flying)
                 number += 1
                 continue
             tiers = self._space.catalog.tiers_of(key)
-            if Tier.G2 not in tiers and Tier.G3 in tiers:
+            if Tier.G2 in tiers:
+                number += 1
+            elif Tier.G3 in tiers and disk:
                 copy = self._space.catalog.begin_copy(key, Tier.G3, Tier.G2, self._now_ms())
                 if copy is None:
                     break
-                copies.append(copy)
-            elif Tier.G2 not in tiers:
+                under.copies.append(copy)
+                number += 1
+            else:
                 peer, count = self._at_peer(keys, number)
                 if peer is None or self.fetches is None:
                     break
                 blocks = wanted(keys[number : number + count])
-                fetches.append(self.fetches.fetch(peer, blocks, arrived))
+                under.fetches.append(self.fetches.fetch(peer, blocks, arrived))
                 number += count
-                continue
-            number += 1
         self._space.apply()
-        work: list[Awaitable[int]] = [
-            self._flight(batch, self._from_disk(batch), arrived) for batch in _batches(copies)
-        ]
-        local = asyncio.gather(*work)
-        asked, remote = 0, 0
-        if number < len(keys) and ask is not None:
-            asked, found = await self._from_whoever(keys[number:], arrived, ask)
-            number += found
-        if number < len(keys):
-            remote = await self._from_remote(keys, number, arrived)
-        moved = Promoted(sum(await local), remote, asked + sum(await asyncio.gather(*fetches)))
-        if waits:
-            await asyncio.wait(waits)
-        return moved
+        return number
 
     def _underway(self, key: bytes) -> asyncio.Future[None] | None:
         """What a block that is on its way is waited for by."""
@@ -140,21 +162,6 @@ class Moves:
                 break
             count += 1
         return peer, count
-
-    async def _from_whoever(
-        self,
-        keys: Sequence[bytes],
-        arrived: Callable[[], None],
-        ask: Callable[[PeerId, int], int],
-    ) -> tuple[int, int]:
-        """Asks peers for blocks, and fetches from the best; how many came, and were to come."""
-        if self.fetches is None or (found := await self.fetches.ask(keys)) is None:
-            return 0, 0
-        peer, held = found
-        count = ask(peer, held)
-        if not count:
-            return 0, 0
-        return await self.fetches.fetch(peer, wanted(keys[:count]), arrived), count
 
     async def _flight(
         self, copies: Sequence[Copy], work: Awaitable[int], arrived: Callable[[], None]

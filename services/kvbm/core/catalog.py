@@ -248,6 +248,10 @@ class Catalog:
         self._stock.now_ms = now_ms
         return self._copies.begin_fetch(meta, source)
 
+    def moving(self, key: bytes, target: Tier) -> bool:
+        """Whether a block is on its way to a tier."""
+        return self._copies.moving(key, target)
+
     def end_copy(
         self,
         copy: Copy,

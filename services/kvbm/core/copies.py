@@ -42,6 +42,10 @@ class Copies:
     def __len__(self) -> int:
         return len(self._flights)
 
+    def moving(self, key: bytes, target: Tier) -> bool:
+        """Whether a block is on its way to a tier."""
+        return (target, key) in self._moving
+
     def begin(self, key: bytes, source: Tier, target: Tier) -> Copy | None:
         """Starts to copy a block; None: it isn't there, is in the target, or there is no room."""
         block = self._stock.live(key)
