@@ -22,6 +22,7 @@ from forebay.kvbm.v1 import kvbm_pb2_grpc as pb_grpc
 
 from services.common.events.model import Tier
 from services.common.rpc.channel import open_channel
+from services.kvbm import fetching
 from services.kvbm.core.peers import PeerId, PeerInfo
 from tests.support.etcd import free_port
 from tests.support.kvbm import NAMESPACE, chain, engine
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.chaos
 @pytest.fixture(autouse=True)
 def by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr(fetching, "ASK_S", 2.0)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from forebay.kvbm.v1 import kvbm_pb2 as pb
 from services.common.arena import SlotHeader
 from services.common.blocks import block_key
 from services.common.events.model import Tier
+from services.kvbm import fetching
 from services.kvbm.core.peers import PeerId, PeerInfo
 from services.kvbm.tiers.port import Export
 from tests.support.kvbm import NAMESPACE, SMALL, chain, engine
@@ -25,6 +26,12 @@ from tests.support.polling import until
 
 BLOCKS = 40
 """Of 24 KiB: more than fit into a round of the window of 1 MiB."""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine an answer may take a while; what that costs is tested elsewhere."""
+    monkeypatch.setattr(fetching, "ASK_S", 5.0)
 
 
 def meet(a: Any, b: Any) -> None:
