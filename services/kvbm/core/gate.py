@@ -198,8 +198,7 @@ class Gate:
             peers = [s for s in self._estimates if not isinstance(s, Tier)]
             if len(peers) >= _MOST_PEERS:
                 self.forget(min(peers, key=lambda peer: self._standings[peer].measured_s))
-            rate = self._estimates[Tier.PEER].rate()
-            found = _Estimate(TierRate(rate.latency_s, rate.block_s))
+            found = _Estimate(self._as_all_peers())
             self._estimates[source], self._standings[source] = found, _Standing()
         return found
 
@@ -225,7 +224,11 @@ class Gate:
     def rate(self, source: Source) -> TierRate:
         """What is assumed of one source now."""
         known = self._estimates.get(source)
-        return known.rate() if known is not None else self._estimates[Tier.PEER].rate()
+        return known.rate() if known is not None else self._as_all_peers()
+
+    def _as_all_peers(self) -> TierRate:
+        rate = self._estimates[Tier.PEER].rate()
+        return TierRate(rate.latency_s, rate.block_s)
 
     def decide(
         self,
