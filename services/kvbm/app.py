@@ -30,6 +30,8 @@ from services.kvbm.config import KvbmSettings
 from services.kvbm.core.peers import PeerBook
 from services.kvbm.curator import Curator
 from services.kvbm.metrics import KvbmMetrics
+from services.kvbm.movers.nixl_peers import PeerAgent
+from services.kvbm.movers.readerlock import wait_for_end
 from services.kvbm.node import Node
 from services.kvbm.owners import Owners
 from services.kvbm.readers import Readers
@@ -42,6 +44,8 @@ from services.kvbm.tiers.object import RemoteTier, open_object_tier
 from services.kvbm.tiers.peer import TRANSFER, Peers
 from services.kvbm.tiers.port import DiskTier, ObjectTier
 
+FORMER_S = 30.0
+"""How long a start waits for the end of processes that a former life has left."""
 LINGER_S = 0.2
 """How long a stopping daemon answers on, while others read that it leaves."""
 log = get_logger(__name__)
@@ -152,6 +156,8 @@ async def _node(
         id, incarnation, settings, host, owners, disk, remote, publisher.publish, metrics, peers
     )
     stack.push_async_callback(node.close)
+    # What a former life's agents may still write into is nobody's until they are dead.
+    await asyncio.to_thread(wait_for_end, settings.arena_dir, FORMER_S)
     starting = asyncio.create_task(peers.start()) if peers is not None else None
     await node.adopt()
     if starting is not None:
@@ -162,9 +168,14 @@ async def _node(
 def _peers(settings: KvbmSettings, id: str, incarnation: int, metrics: KvbmMetrics) -> Peers | None:
     if settings.peers_off:
         return None
-    exports = Exports(settings.peer_window_bytes, metrics, Node.now_ms)
-    calls = GrpcPeers(id, incarnation)
-    return Peers(PeerBook(id), calls, exports, metrics, timeout_s=settings.peer_timeout_s)
+    return Peers(
+        PeerBook(id),
+        GrpcPeers(id, incarnation),
+        Exports(settings.peer_window_bytes, metrics, Node.now_ms),
+        metrics,
+        timeout_s=settings.peer_timeout_s,
+        new_agent=partial(PeerAgent, settings.arena_dir),
+    )
 
 
 async def _disk(stack: AsyncExitStack, settings: KvbmSettings) -> DiskTier | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.telemetry.logging import get_logger
+from services.kvbm.movers.readerlock import held_by_child
 
 log = get_logger(__name__)
 MESSAGE_BYTES = 1 << 16
@@ -48,7 +49,9 @@ class RemotePiece:
 class PeerAgent:
     """One agent in its process. Loop's thread only; `start` before anything else."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads_into: Path | None = None) -> None:
+        """reads_into: folder of the arenas that it may write into; then it holds their lock."""
+        self._reads_into = reads_into
         self.name = f"forebay-{secrets.token_hex(8)}"
         self.metadata = b""
         """What peers need to know to reach its registered memory."""
@@ -74,7 +77,11 @@ class PeerAgent:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            self._process = _spawn(theirs)
+            try:
+                self._process = _spawn(theirs, self._reads_into)
+            except OSError as exc:
+                ours.close()
+                raise PeerMoverError(f"its process can't be started: {exc}") from exc
         self._socket = ours
         asyncio.get_running_loop().add_reader(ours, self._receive)
         answer = await self._ask({"open": self.name}, timeout_s=_START_S)
@@ -186,13 +193,18 @@ class PeerAgent:
                 answer.set_result({"error": f"its process is gone: {why}"})
 
 
-def _spawn(connection: socket.socket) -> subprocess.Popen[bytes]:
+def _spawn(connection: socket.socket, reads_into: Path | None) -> subprocess.Popen[bytes]:
     # Not in a thread: it dies with the thread that started it. By path: it needs none of our
     # packages, and -P keeps those that lie beside it from being taken for NIXL's.
     fd, helper = connection.fileno(), Path(__file__).with_name("nixl_peer_helper.py")
-    return subprocess.Popen(
-        [sys.executable, "-P", str(helper), str(fd)],
-        pass_fds=[fd],
-        stdin=subprocess.DEVNULL,
-        env={"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", **os.environ},
-    )
+    locks = [held_by_child(reads_into)] if reads_into is not None else []
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", str(helper), str(fd)],
+            pass_fds=[fd, *locks],
+            stdin=subprocess.DEVNULL,
+            env={"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", **os.environ},
+        )
+    finally:
+        for lock in locks:
+            os.close(lock)

@@ -24,6 +24,7 @@ from services.common.events.model import Tier
 from services.common.rpc.channel import open_channel
 from services.kvbm import fetching
 from services.kvbm.core.peers import PeerId, PeerInfo
+from services.kvbm.movers.readerlock import held_by_child, wait_for_end
 from tests.support.etcd import free_port
 from tests.support.kvbm import NAMESPACE, chain, engine
 from tests.support.kvbm import daemon_process as process_of
@@ -140,8 +141,9 @@ async def test_a_stopped_peer_is_a_miss_and_never_writes_late(
             before = time.monotonic()
             assert await reader.load(keys, wait_s=5.0) == 0
             waited_s = time.monotonic() - before
-            assert counts(b)["peer_fetches_timeout"] == 1 and counts(b)["peer_fences"] >= 1
+            assert counts(b)["peer_fetches_timeout"] == 1
             await at_rest(b)  # quarantine is over though the peer is stopped still
+            assert counts(b)["peer_fences"] >= 1
             assert old not in b.daemon.node.peers.agent_pids()
             with pytest.raises(ProcessLookupError):  # the agent that might write is dead
                 os.kill(old, 0)
@@ -360,6 +362,48 @@ async def test_a_reader_that_was_killed_leaves_nothing_at_the_peer(
         finally:
             process.kill()
         await at_rest(a)
+
+
+async def test_a_daemon_takes_over_no_memory_that_a_former_ones_agent_may_write(
+    source: Process, tmp_path: Path
+) -> None:
+    """Its arenas are adopted when the last of those agents is dead, and not before."""
+    await source.until_ready()
+    source.kill()
+    lock = held_by_child(tmp_path / "a" / "arenas")
+    try:
+        source.start()
+        with pytest.raises(TimeoutError):
+            await source.until_ready(4)
+        assert source.alive
+    finally:
+        os.close(lock)
+    await source.until_ready()
+
+
+async def test_agents_that_read_hold_the_lock_and_no_others(
+    reader_rig: Callable[..., Any], source: Process
+) -> None:
+    ready = await source.until_ready()
+    async with reader_rig() as b, engine(ready.address) as writer, engine(b.address) as reader:
+        meet(b, ready)
+        await warm(b, writer, reader)
+        (pid,) = b.daemon.node.peers.agent_pids()
+        folder = b.daemon.node.settings.arena_dir
+
+        def locked_by(pid: int) -> bool:
+            files = set()
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):  # the list's own
+                    files.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+            return str(folder / "readers.lock") in files
+
+        assert locked_by(pid)
+        assert not locked_by(b.daemon.node.peers.exports.agent_pid)
+        assert not locked_by(os.getpid())
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(wait_for_end, folder, 0.1)
+    await asyncio.to_thread(wait_for_end, folder, 5)
 
 
 async def test_random_stops_and_kills_never_serve_a_wrong_byte(
