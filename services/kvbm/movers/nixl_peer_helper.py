@@ -13,6 +13,7 @@ import json
 import logging
 import mmap
 import os
+import resource
 import select
 import signal
 import socket
@@ -159,6 +160,7 @@ class _Helper:
 def main() -> None:
     """Runs until the daemon hangs up or dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # UCX aborts when a peer is not as expected
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the daemon's business
     helper = _Helper(socket.socket(fileno=int(sys.argv[1])))
     helper.run()

@@ -203,6 +203,7 @@ def _spawn(connection: socket.socket, reads_into: Path | None) -> subprocess.Pop
             [sys.executable, "-P", str(helper), str(fd)],
             pass_fds=[fd, *locks],
             stdin=subprocess.DEVNULL,
+            stdout=2,  # where UCX writes its log
             env={"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", **os.environ},
         )
     finally:

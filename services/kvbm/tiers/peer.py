@@ -94,6 +94,8 @@ class Peers:
         self._metrics = metrics
         self._new_agent = new_agent
         self._links: dict[PeerId, Link] = {}
+        self._metadata: dict[str, bytes] = {}
+        """How agents are reached that were read from, by their names."""
         self._ending: set[asyncio.Task[None]] = set()
         self._connecting: dict[PeerId, asyncio.Lock] = {}
         self._lanes: dict[PeerId, asyncio.Semaphore] = {}
@@ -114,7 +116,7 @@ class Peers:
         return [link.agent.pid for link in self._links.values()]
 
     async def start(self) -> None:
-        """Shows the window, and makes an agent in advance. A failure is told in `state`."""
+        """Shows the window. A failure is told in `state`."""
         try:
             await self.exports.start()
         except (PeerMoverError, OSError) as exc:
@@ -123,7 +125,6 @@ class Peers:
             return
         self.works = True
         self.state = f"ok: {TRANSFER}-ucx"
-        self._make_spare()
 
     async def close(self) -> None:
         """Ends all agents, and waits for their ends."""
@@ -131,7 +132,7 @@ class Peers:
         for link in list(self._links.values()):
             self._drop(link)
         if self._ending:
-            await asyncio.wait(self._ending)
+            await asyncio.wait(self._ending, timeout=_CONNECT_S)
         if self._spare is not None:
             self._spare.cancel()
             await asyncio.wait([self._spare])
@@ -186,7 +187,11 @@ class Peers:
                 self._drop(link)  # the peer, or its agent, has started anew
                 link = None
             if link is None:
-                link = await self._link(peer, export)
+                metadata = export.metadata or self._metadata.get(export.agent, b"")
+                link = await self._link(peer, metadata)
+                self._metadata[export.agent] = metadata
+                while len(self._metadata) > 2 * MOST_LINKS:
+                    self._metadata.pop(next(iter(self._metadata)))
             link.users += 1
             link.used_s = time.monotonic()
         try:
@@ -237,8 +242,8 @@ class Peers:
             await asyncio.gather(*ends)
 
     def tidy(self) -> None:
-        """Ends agents that nobody has used for a while; makes a spare one again."""
-        if self.works:
+        """Ends agents that nobody has used for a while; makes one in advance."""
+        if self.works and len(self.book):
             self._make_spare()
         now = time.monotonic()
         for link in list(self._links.values()):
@@ -256,8 +261,8 @@ class Peers:
 
     # Inside.
 
-    async def _link(self, peer: PeerId, export: Export) -> Link:
-        if not export.metadata:
+    async def _link(self, peer: PeerId, metadata: bytes) -> Link:
+        if not metadata:
             raise PeerError("stale: its agent has changed")
         if len(self._links) >= MOST_LINKS:
             idle = [link for link in self._links.values() if not link.users]
@@ -269,7 +274,7 @@ class Peers:
         try:
             for number in range(_TRIES):
                 try:
-                    name = await agent.know(export.metadata, _CONNECT_S)
+                    name = await agent.know(metadata, _CONNECT_S)
                     break
                 except PeerMoverError:
                     # A peer that was stopped, or has just begun, may refuse the first try.
