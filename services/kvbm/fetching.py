@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from services.common.arena import CorruptHeader, SlotHeader, SlotState
@@ -151,7 +151,7 @@ class Fetches:
         `arrived` is called when some have come.
         """
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        mine = [key for key in blocks.short if self._coming.setdefault(key, over) is over]
+        mine = {key for key in blocks.short if self._coming.setdefault(key, over) is over}
         self.running += 1
         run = self._run(peer, blocks, arrived, mine, over)
         return asyncio.create_task(run, name=f"fetch from {peer}")
@@ -161,7 +161,7 @@ class Fetches:
         peer: PeerId,
         blocks: Wanted,
         arrived: Callable[[], None],
-        mine: Sequence[int],
+        mine: Collection[int],
         over: asyncio.Future[None],
     ) -> int:
         result = "internal"
@@ -184,10 +184,11 @@ class Fetches:
         waited_s = 0.0
         checks: list[asyncio.Task[int]] = []
         asked = full = 0
-        ahead: asyncio.Task[Export] | None = self._ask_export(peer, blocks)
+        ahead: asyncio.Task[Export] | None = None
         link: Link | None = None
         why = ""
         try:
+            ahead = self._ask_export(peer, blocks)
             while ahead is not None and not why:
                 export = await ahead
                 ahead = None
@@ -200,21 +201,24 @@ class Fetches:
                 if not taken:
                     why = export.reason or "missing"
                     break
-                if link is None or link.remote != export.agent:
-                    connecting = time.monotonic()
-                    if link is not None:
-                        self._peers.leave(link)
-                        link = None
-                    link = await self._peers.connect(peer, export, self._space.arena)
-                    waited_s += time.monotonic() - connecting
-                rest = blocks.after(asked + taken)
-                if rest and export.available > taken:
-                    ahead = self._ask_export(peer, rest)
-                begun = self._begin(blocks.after(asked), export)
-                asked += taken
-                why = begun.stop
-                await self._read(link, begun)
-                self._end_export(peer, export)
+                try:
+                    if link is None or link.remote != export.agent:
+                        connecting = time.monotonic()
+                        if link is not None:
+                            self._peers.leave(link)
+                            link = None
+                        link = await self._peers.connect(peer, export, self._space.arena)
+                        waited_s += time.monotonic() - connecting
+                    rest = blocks.after(asked + taken)
+                    if rest and export.available > taken:
+                        ahead = self._ask_export(peer, rest)
+                    begun = self._begin(blocks.after(asked), export)
+                    asked += taken
+                    why = begun.stop
+                    await self._read(link, begun)
+                finally:
+                    # Also of a read that goes on: what it brings from now on nobody uses.
+                    self._end_export(peer, export)
                 if begun.copies:
                     checks.append(asyncio.create_task(self._check(peer, begun, arrived)))
         except PeerError as exc:
@@ -235,6 +239,8 @@ class Fetches:
     def _learn(self, peer: PeerId, blocks: Wanted, came: int, seconds: float, why: str) -> None:
         space, now_s = self._space, time.monotonic()
         failed = why.split(":")[0] not in ("", "missing", "window-full", "no-room")
+        if why.startswith("corrupt"):
+            self._failed(peer, why)
         self._peers.tally(peer, came, failed=failed)
         if came:
             size = came * space.geometry.payload_bytes

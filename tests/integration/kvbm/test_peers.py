@@ -175,6 +175,16 @@ async def test_a_run_goes_on_over_own_tiers_and_peers(pair: Callable[..., Any]) 
         await at_rest(a, b)
 
 
+async def test_a_prompt_that_names_a_block_twice_breaks_nothing(pair: Callable[..., Any]) -> None:
+    keys = chain("twice", 4)
+    async with pair() as (a, b), engine(a.address) as writer, engine(b.address) as reader:
+        await writer.save(keys)
+        found = await reader.lookup([*keys, *keys, keys[0]], wait_s=5.0)
+        assert len(await reader.ready(found)) == 9
+        await reader.release(found, 9)
+        await at_rest(a, b)
+
+
 # Wrong bytes.
 
 
