@@ -21,7 +21,7 @@ from services.common.events.model import Tier
 from services.kvbm import fetching
 from services.kvbm.core.peers import PeerId, PeerInfo
 from services.kvbm.tiers.port import Export
-from tests.support.kvbm import NAMESPACE, SMALL, chain, engine
+from tests.support.kvbm import NAMESPACE, SMALL, chain, content, engine
 from tests.support.polling import until
 
 BLOCKS = 40
@@ -273,6 +273,10 @@ async def test_headers_that_are_not_what_was_asked_for_are_misses(
         tampered(a, monkeypatch, spoil)
         assert await reader.load(keys, wait_s=5.0) == 3
         await at_rest(a, b)
+        space = b.daemon.node.spaces[NAMESPACE]
+        for key in keys:
+            ref = space.catalog.slot(Tier.G2, key)
+            assert ref is None or bytes(space.arena.payload(ref.index)) == content(key)
 
 
 async def test_a_reader_that_comes_too_late_finds_other_bytes_and_knows_it(

@@ -90,8 +90,9 @@ class Two:
     async def at_rest(self) -> None:
         """Lets all that goes on end; then nothing may be held."""
         sides = self.a, self.b
-        while any(side.space._tasks or side.fetches.running for side in sides):  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while any(s.space._tasks or s.fetches.running for s in sides):  # noqa: ASYNC110
+                await asyncio.sleep(0)
         for side in sides:
             side.space.catalog.check_invariants()
             side.peers.exports.window.check_invariants()
@@ -161,6 +162,7 @@ async def test_a_chain_comes_in_rounds_and_is_what_it_was(two: Callable[..., Any
         assert await t.b.fetches.fetch(A, wanted(keys)) == 40 == t.b.good(keys)
         assert t.world.reads >= 4
         assert t.calls.exports <= t.world.reads + 1
+        assert set(t.b.space.catalog.run(keys)) == {(Tier.G2,)}, "it lies nowhere else"
         await t.at_rest()
 
 
@@ -188,7 +190,7 @@ async def test_slots_of_a_failed_read_wait_for_the_agents_end(
         t.world.faults = [fault]
         t.world.ending.clear()
         assert await t.b.fetches.fetch(A, wanted(keys)) == 0
-        assert t.b.fetches.quarantined == 8
+        assert t.b.fetches.quarantined == 8, "slots are free that a read may write into"
         assert t.b.space.count(Tier.G2).quarantined == 8
         assert not t.b.peers.book.usable(A, 0.0) or t.b.peers.book.standings(1e12)
         t.b.save(mine)  # memory is full: but not of these slots

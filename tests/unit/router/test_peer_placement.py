@@ -171,3 +171,13 @@ def test_equal_keys_of_a_busy_prompt_are_named_in_their_order() -> None:
     assert prefetch is not None
     assert list(prefetch.keys) == [BlockKey(k) for k in KEYS[3:5]]
     assert prefetch.peers == (PeerHint("n1", 0, 2),)
+
+
+def test_a_nodes_own_memory_is_no_peer_of_its_own() -> None:
+    """Also where it is too slow to load from."""
+    rig = PeerRig()
+    rig.tier("n0", Tier.G2, KEYS[:6])
+    slow = TierRate(Tier.G2, 0.0, BLOCK_S * 2, SPACE)
+    rig.core.nodes.apply(Batch("n0", 1, 2, 0, (slow,)), rig.now)
+    rig.rate("n0", 0.0, BLOCK_S / 100)
+    assert rig.total("w0") == 0
