@@ -149,8 +149,10 @@ def two(tmp_path: Path) -> Callable[..., Any]:
             for side, other in (sides, sides[::-1]):
                 id = other.node.id
                 side.peers.record(PeerInfo(PeerId(id), 1, f"{id}:1"))
-            yield Two(*sides, world, calls)
-            world.ending.set()
+            try:
+                yield Two(*sides, world, calls)
+            finally:
+                world.ending.set()
 
     return run
 
