@@ -168,6 +168,26 @@ async def test_a_chain_comes_in_rounds_and_is_what_it_was(two: Callable[..., Any
         await t.at_rest()
 
 
+async def test_where_agents_cannot_be_had_there_are_no_peers(
+    two: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No NIXL, or none with UCX: said in words, and nothing else is different."""
+
+    async def refused(self: FakeAgent) -> None:
+        raise PeerMoverError("NIXL is not installed")
+
+    monkeypatch.setattr(FakeAgent, "start", refused)
+    keys = chain("alone", 4)
+    async with two() as t:
+        assert t.b.peers.state == "failed: NIXL is not installed" and not t.b.peers.works
+        t.b.peers.book.hint(A, [block_key(key) for key in keys], 0.0)
+        assert t.b.fetches.holder(block_key(keys[0])) is None
+        assert not t.b.fetches.may_ask(block_key(keys[0]))
+        t.b.save(keys)
+        assert t.b.good(keys) == 4
+        await t.at_rest()
+
+
 async def test_only_what_is_missing_is_read(two: Callable[..., Any]) -> None:
     keys = chain("some", 9)
     async with two() as t:
