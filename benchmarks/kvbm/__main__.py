@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-PARTS = ("copy", "disk", "traces", "lookup", "steps", "zero", "ttft", "rival")
+PARTS = ("copy", "disk", "fetch", "traces", "lookup", "steps", "zero", "ttft", "rival")
 """In this order; the last four run real engines."""
 
 

@@ -26,10 +26,10 @@ class BareEngine:
     owner: int
     arena: Arena
 
-    async def save(self, keys: Sequence[bytes], *, chained: bool) -> None:
+    async def save(self, keys: Sequence[bytes], *, chained: bool, batch: int = BATCH) -> None:
         """Stores blocks: of one prompt in their order, or each of a prompt of its own."""
-        for start in range(0, len(keys), BATCH):
-            part = keys[start : start + BATCH]
+        for start in range(0, len(keys), batch):
+            part = keys[start : start + batch]
             grant = pb.GrantRequest(owner=self.owner, count=len(part))
             granted = await self.stub.Grant(grant, timeout=10)
             filled = []

@@ -113,6 +113,16 @@ def stats_view(found: NodeStats) -> RenderableType:
                 str(space.granted),
             )
         parts += [Text(), spaces]
+    if found.peers_state:
+        parts += [Text(), Text(f"blocks of other nodes: {found.peers_state}")]
+    if found.peers:
+        peers = _table("peer", "at", "state", "fetched", "failed", right="fetched,failed")
+        for peer in found.peers:
+            style = "yellow" if peer.state.startswith("avoided") else "green"
+            state = Text(peer.state, style=style, overflow="fold")
+            counts = str(peer.fetched_blocks), str(peer.failures or "")
+            peers.add_row(peer.node, peer.address, state, *counts)
+        parts.append(peers)
     charged = [t for t in found.tenants if any(use.blocks for use in t.tiers)]
     if charged:
         tenants = _table("tenant", "blocks")
@@ -172,7 +182,7 @@ def explanation_view(
         first, last = run[0], run[-1]
         blocks.add_row(
             f"{first.position}" if first is last else f"{first.position}-{last.position}",
-            " ".join(t.upper() for t in first.tiers) or "-",
+            " ".join(t.upper() for t in first.tiers) or (f"at {first.peer}" if first.peer else "-"),
             Text("yes", style="green") if first.load else Text("no", style="yellow"),
             first.reason,
             str(sum(v.hits for v in run)),
@@ -187,7 +197,7 @@ def explanation_view(
     )  # fmt: skip
     for row in answer.gate:
         gate.add_row(
-            row.tier.upper(),
+            row.tier if "peer" in row.tier else row.tier.upper(),
             span(row.latency_s),
             span(row.block_s),
             f"{row.samples} loads" if row.samples else "defaults",
@@ -201,18 +211,18 @@ def explanation_view(
 
 
 def _runs(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
-    """Neighbours that are alike in tiers and verdict, together."""
+    """Neighbours that are alike in place and verdict, together."""
     runs: list[list[Verdict]] = []
     for verdict in verdicts:
-        if runs and (runs[-1][0].tiers, runs[-1][0].load, runs[-1][0].reason) == (
-            verdict.tiers,
-            verdict.load,
-            verdict.reason,
-        ):
+        if runs and _alike(runs[-1][0], verdict):
             runs[-1].append(verdict)
         else:
             runs.append([verdict])
     return runs
+
+
+def _alike(a: Verdict, b: Verdict) -> bool:
+    return (a.tiers, a.load, a.reason, a.peer) == (b.tiers, b.load, b.reason, b.peer)
 
 
 def cleared_view(found: Cleared, *, done: bool) -> RenderableType:

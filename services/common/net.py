@@ -1,5 +1,6 @@
 """Host and port as text: IPv6 brackets, wildcards, what others are told."""
 
+import ipaddress
 import socket
 
 _WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
@@ -19,3 +20,14 @@ def advertised_host(host: str, advertise_host: str = "") -> str:
     if advertise_host:
         return advertise_host
     return socket.gethostname() if host.strip("[]") in _WILDCARDS else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a listener on `host` can be reached from this machine alone."""
+    bare = host.strip("[]")
+    if bare == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return False

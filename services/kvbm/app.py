@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from services.common.cards import Instance, InstanceKind
 from services.common.discovery import open_discovery
@@ -18,24 +19,33 @@ from services.common.events.publisher import EventPublisher, open_publisher
 from services.common.events.tiers import REMOTE_LABEL
 from services.common.ids import new_incarnation
 from services.common.lifecycle import Lifecycle
+from services.common.loops import keep_going
 from services.common.rpc.server import RpcServer, rpc_server
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
 from services.common.telemetry.tracing import tracing
+from services.kvbm.adapters.peers import GrpcPeers, watch_peers
 from services.kvbm.caretaker import Caretaker
 from services.kvbm.config import KvbmSettings
+from services.kvbm.core.peers import PeerBook
 from services.kvbm.curator import Curator
 from services.kvbm.metrics import KvbmMetrics
+from services.kvbm.movers.nixl_peers import PeerAgent
+from services.kvbm.movers.readerlock import wait_for_end
 from services.kvbm.node import Node
 from services.kvbm.owners import Owners
 from services.kvbm.readers import Readers
 from services.kvbm.server import KvbmServicer
 from services.kvbm.tiers.disk import open_disk_tier
+from services.kvbm.tiers.exports import Exports
 from services.kvbm.tiers.host import HostTier
 from services.kvbm.tiers.janitor import run_janitor
 from services.kvbm.tiers.object import RemoteTier, open_object_tier
+from services.kvbm.tiers.peer import TRANSFER, Peers
 from services.kvbm.tiers.port import DiskTier, ObjectTier
 
+FORMER_S = 30.0
+"""How long a start waits for the end of processes that a former life has left."""
 LINGER_S = 0.2
 """How long a stopping daemon answers on, while others read that it leaves."""
 log = get_logger(__name__)
@@ -63,6 +73,9 @@ async def main(settings: KvbmSettings, life: Lifecycle) -> None:
         if isinstance(remote := running.node.remote, RemoteTier):
             tidying = run_janitor(remote, running.instance.id, discovery)
             loops.append(tasks.create_task(tidying, name="janitor"))
+        if (peers := running.node.peers) is not None and peers.works:
+            watching = partial(watch_peers, discovery, peers)
+            loops.append(tasks.create_task(keep_going(watching, "peers"), name="peers"))
         async with discovery.registered(running.instance) as record:
             await running.rpc.set_serving(True)
             life.ready(running.instance, settings.ready_file)
@@ -117,6 +130,7 @@ async def daemon(settings: KvbmSettings) -> AsyncIterator[Daemon]:
             events_address=publisher.address,
             metrics_address=settings.advertised(metrics_port) if metrics_port else "",
             labels={REMOTE_LABEL: shared} if (shared := settings.shared_storage) else {},
+            transfer=TRANSFER if node.peers is not None and node.peers.works else "",
         )
         yield Daemon(instance, node, readers, caretaker, rpc)
 
@@ -137,10 +151,31 @@ async def _node(
         log.info("removed, as asked", arenas=await host.purge())
     disk = await _disk(stack, settings)
     remote = await _remote(stack, settings)
-    node = Node(id, incarnation, settings, host, owners, disk, remote, publisher.publish, metrics)
+    peers = _peers(settings, id, incarnation, metrics)
+    node = Node(
+        id, incarnation, settings, host, owners, disk, remote, publisher.publish, metrics, peers
+    )
     stack.push_async_callback(node.close)
+    # What a former life's agents may still write into is nobody's until they are dead.
+    await asyncio.to_thread(wait_for_end, settings.arena_dir, FORMER_S)
+    starting = asyncio.create_task(peers.start()) if peers is not None else None
     await node.adopt()
+    if starting is not None:
+        await starting
     return node
+
+
+def _peers(settings: KvbmSettings, id: str, incarnation: int, metrics: KvbmMetrics) -> Peers | None:
+    if settings.peers_off:
+        return None
+    return Peers(
+        PeerBook(id),
+        GrpcPeers(id, incarnation),
+        Exports(settings.peer_window_bytes, metrics, Node.now_ms),
+        metrics,
+        timeout_s=settings.peer_timeout_s,
+        new_agent=partial(PeerAgent, settings.arena_dir),
+    )
 
 
 async def _disk(stack: AsyncExitStack, settings: KvbmSettings) -> DiskTier | None:

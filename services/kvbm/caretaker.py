@@ -63,6 +63,9 @@ class Caretaker:
         while True:
             self._node.bury_dead()
             self._readers.expire()
+            if self._node.peers is not None:
+                self._node.peers.tidy()
+                self._node.peers.exports.expire()
             self._observe()
             await asyncio.sleep(TICK_S)
 
@@ -85,6 +88,17 @@ class Caretaker:
             sum(t.quarantined for c in counts for t in c.tiers.values()),
             len(node.attached),
         )
+        if node.peers is not None:
+            fetches = [m.fetches for m in node.moves.values() if m.fetches is not None]
+            window = node.peers.exports.window
+            metrics.peer_holdings(
+                sum(f.running for f in fetches),
+                len(window),
+                window.used,
+                sum(f.quarantined for f in fetches),
+                node.peers.agents,
+                len(node.peers.book),
+            )
         now = time.monotonic()
         metrics.budget(Tier.G3, node.disk_budget.left(now))
         metrics.budget(Tier.G4, self._remote_budget.left(now))

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from services.common.net import is_loopback
 from services.common.settings import ServiceSettings, settings_config
 
 GIB = 1 << 30
@@ -81,6 +82,12 @@ class KvbmSettings(ServiceSettings):
     """Longest wait for one batch of remote I/O, in seconds."""
     remote_ttl_s: float = Field(default=0.0, ge=0)
     """Seconds after which remote objects expire; 0: never."""
+    peers: Literal["auto", "on", "off"] = "auto"
+    """Whether to exchange blocks with other nodes' daemons; auto: unless `host` is loopback."""
+    peer_window_mb: int = Field(default=64, ge=1, le=65536)
+    """MiB of memory through which other nodes read blocks of this one."""
+    peer_timeout_s: float = Field(default=2.0, gt=0)
+    """Longest wait for one step of a fetch from a peer, in seconds; then its agent is ended."""
     nixl: bool = True
     """Whether to move bytes by NIXL where it works; plain I/O stands behind it."""
     nixl_backend_gds: bool = False
@@ -94,7 +101,7 @@ class KvbmSettings(ServiceSettings):
     lease_s: float = Field(default=60.0, gt=0)
     """Seconds after which a lease that nobody released ends."""
     promote_ms: int = Field(default=2000, ge=0)
-    """Longest wait for promotions from G3 and G4, in milliseconds."""
+    """Longest wait for promotions from G3, G4 and peers, in milliseconds."""
     recompute_tokens_per_s: float = Field(default=4000.0, gt=0)
     """Prefill rate assumed of an engine that doesn't say its own, in tokens a second."""
     gate: Literal["measured", "always", "never"] = "measured"
@@ -130,6 +137,22 @@ class KvbmSettings(ServiceSettings):
     def g3_bytes(self) -> int:
         """Bytes of G3; 0: none."""
         return int(self.disk_cache_gb * GIB)
+
+    @property
+    def peers_off(self) -> str:
+        """Why no blocks are exchanged with other nodes; empty: they are."""
+        if self.peers == "off":
+            return "off: as set (peers)"
+        if not self.nixl:
+            return "off: as set (nixl)"
+        if self.peers == "auto" and is_loopback(self.host):
+            return "off: this daemon listens on loopback"
+        return ""
+
+    @property
+    def peer_window_bytes(self) -> int:
+        """Bytes of the export window."""
+        return self.peer_window_mb << 20
 
     @property
     def shared_storage(self) -> str:

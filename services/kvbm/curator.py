@@ -10,7 +10,7 @@ from services.common.errors import InvalidRequest, NotFound, Overloaded
 from services.common.events.model import Tier
 from services.kvbm.caretaker import Caretaker
 from services.kvbm.core.catalog import BlockView, Cleared, PinLimit, Selection
-from services.kvbm.core.gate import TierRate, TierVerdict
+from services.kvbm.core.gate import Source, TierRate, TierVerdict
 from services.kvbm.core.model import tenant_id
 from services.kvbm.node import Node
 from services.kvbm.readers import Ask, Plan, Readers
@@ -20,6 +20,7 @@ CLEARED_AT_ONCE = 2048
 """Blocks forgotten before others get their turn."""
 LISTED = 100
 """Blocks of a list when no number is given."""
+_OWN = (Tier.G2, Tier.G3, Tier.G4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Verdict:
     load: bool
     reason: str
     view: BlockView | None
+    peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,9 @@ class Explanation:
     blocks: list[Verdict]
     plan: Plan
     rates: Mapping[Tier, TierRate]
-    verdicts: Mapping[Tier, TierVerdict]
+    verdicts: Mapping[Source, TierVerdict]
+    peers: Mapping[Source, TierRate]
+    """Of each peer that blocks would come from; `Tier.PEER`: whoever has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +158,24 @@ class Curator:
             tiers = space.catalog.tiers_of(key)
             number = position - ask.skip
             load = 0 <= number < plan.take and not hole
+            source = plan.run[number] if 0 <= number < len(plan.run) else None
+            peer = "" if source is None or isinstance(source, Tier) else source
             if number < 0:
                 reason = "in-engine"
             elif hole:
                 reason = "after-hole" if tiers else "missing"
-            elif not tiers and not load:
+            elif source is None and not tiers and not load:
                 reason, hole = "missing", True
+            elif load and (peer or source is Tier.PEER):
+                reason = "fetch" if peer else "ask"
             elif load:
                 reason = "ready" if Tier.G2 in tiers else "promote"
             else:
                 reason = plan.reason
             view = space.catalog.view(key)
-            verdicts.append(Verdict(position, tiers, load, reason, view))
-        return Explanation(verdicts, plan, space.gate.rates(), plan.verdicts)
+            verdicts.append(Verdict(position, tiers, load, reason, view, peer))
+        peers = {s: space.gate.rate(s) for s in plan.verdicts if s not in _OWN}
+        return Explanation(verdicts, plan, space.gate.rates(), plan.verdicts, peers)
 
     async def scrub(self, namespace: bytes, tiers: Collection[Tier]) -> AsyncIterator[Progress]:
         """Verifies blocks now."""

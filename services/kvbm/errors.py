@@ -2,7 +2,7 @@
 
 ForebayError (services/common/errors.py)
   NotFound            NAMESPACE_UNKNOWN, NOT_ATTACHED, LEASE_UNKNOWN, BLOCK_UNKNOWN
-  FailedPrecondition  GEOMETRY_MISMATCH, NOT_LOCKED
+  FailedPrecondition  GEOMETRY_MISMATCH, NOT_LOCKED, PEERS_OFF
   Overloaded          NO_ROOM, PIN_LIMIT
 """
 
@@ -41,3 +41,8 @@ def no_room(why: str) -> Overloaded:
 def lease_unknown(lease: int) -> NotFound:
     """Expired, released, or another daemon's."""
     return NotFound(f"lease {lease:016x} is not held here", reason="LEASE_UNKNOWN")
+
+
+def peers_off(why: str) -> FailedPrecondition:
+    """This daemon exchanges no blocks with others."""
+    return FailedPrecondition(f"no blocks for other nodes here: {why}", reason="PEERS_OFF")

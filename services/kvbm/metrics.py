@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.registry import Collector
 
 from services.common.events.model import Tier
-from services.kvbm.core.gate import TierRate
+from services.kvbm.core.gate import Source, TierRate
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _TIER_WORDS = {Tier.G2: "host", Tier.G3: "disk", Tier.G4: "object"}
@@ -101,6 +101,30 @@ class KvbmMetrics:
         self._engines = gauge("engines", "Engines attached.")
         self._healthy = gauge("tier_healthy", "1 while a tier stores.", "tier")
         self._budget = gauge("write_budget_bytes", "Bytes that may be written now.", "tier")
+        self._peer_fetches = counter("peer_fetches", "Fetches from peers.", "result")
+        self._peer_asks = counter("peer_asks", "Questions to peers.", "result")
+        self._peer_blocks = counter("peer_blocks", "Blocks from peers and to them.", "way")
+        self._peer_bytes = counter("peer_bytes", "Bytes from peers and to them.", "way")
+        self._peer_fetch_s = Histogram(
+            "forebay_kvbm_peer_fetch_seconds",
+            "Time of one fetch.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._peer_fence_s = Histogram(
+            "forebay_kvbm_peer_fence_seconds",
+            "Time until an agent that was ended was dead.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._peer_fetching = gauge("peer_fetching", "Fetches under way; 0 at rest.")
+        self._peer_exports = gauge("peer_exports", "Exports that haven't ended; 0 at rest.")
+        self._peer_window = gauge("peer_window_used_bytes", "Bytes that exports take; 0 at rest.")
+        self._peer_quarantined = gauge(
+            "peer_quarantined_slots", "Slots that a read may still write into; 0 at rest."
+        )
+        self._peer_agents = gauge("peer_agents", "Agents that read from peers.")
+        self._peers = gauge("peers", "Other daemons known.")
         self._block_s = gauge("gate_block_seconds", "Measured time of a block.", "tier")
         self._latency_s = gauge("gate_latency_seconds", "Measured time to the first block.", "tier")
 
@@ -131,8 +155,11 @@ class KvbmMetrics:
         self._commits.labels(result).inc()
         self.counts[f"commits_{result}"] += 1
 
-    def looked_up(self, asked: int, found: Mapping[Tier, int], reason: str, seconds: float) -> None:
-        """A look-up for `asked` blocks was answered; `found` counts them by best tier."""
+    def looked_up(
+        self, asked: int, found: Mapping[Source, int], reason: str, seconds: float
+    ) -> None:
+        """A look-up for `asked` blocks was answered; `found` counts them by what they
+        would come from."""
         self._lookups.labels(reason or "all").inc()
         self._lookup_s.observe(seconds)
         self.counts["lookups"] += 1
@@ -172,6 +199,41 @@ class KvbmMetrics:
         self._used.labels(tier.name).set(used)
         self._capacity.labels(tier.name).set(capacity)
         self._healthy.labels(tier.name).set(healthy)
+
+    def peer_fetched(self, result: str) -> None:
+        """A fetch from a peer is over."""
+        self._peer_fetches.labels(result[:40]).inc()
+        self.counts["peer_fetches"] += 1
+        self.counts[f"peer_fetches_{result[:40]}".replace("-", "_")] += 1
+
+    def peer_asked(self, result: str) -> None:
+        """Peers were asked for blocks."""
+        self._peer_asks.labels(result).inc()
+        self.counts[f"peer_asks_{result}"] += 1
+
+    def peer_moved(self, way: str, blocks: int, size: int, seconds: float | None = None) -> None:
+        """Blocks came "in" from a peer, by a fetch of so many seconds; or went "out"."""
+        self._peer_blocks.labels(way).inc(blocks)
+        self._peer_bytes.labels(way).inc(size)
+        self.counts[f"peer_blocks_{way}"] += blocks
+        if seconds is not None:
+            self._peer_fetch_s.observe(seconds)
+
+    def peer_fenced(self, seconds: float) -> None:
+        """An agent was ended."""
+        self._peer_fence_s.observe(seconds)
+        self.counts["peer_fences"] += 1
+
+    def peer_holdings(
+        self, fetching: int, exports: int, window: int, quarantined: int, agents: int, peers: int
+    ) -> None:
+        """What is held now of peers, and for them."""
+        self._peer_fetching.set(fetching)
+        self._peer_exports.set(exports)
+        self._peer_window.set(window)
+        self._peer_quarantined.set(quarantined)
+        self._peer_agents.set(agents)
+        self._peers.set(peers)
 
     def holdings(
         self, leases: int, pins: int, granted: int, quarantined: int, engines: int

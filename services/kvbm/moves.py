@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.arena import SlotHeader
+from services.common.blocks import block_key
 from services.common.events.model import Tier
 from services.common.telemetry.logging import get_logger
 from services.kvbm.core.catalog import Copy
 from services.kvbm.core.model import BlockMeta, SlotRef
+from services.kvbm.core.peers import PeerId
+from services.kvbm.fetching import Fetches, wanted
 from services.kvbm.metrics import KvbmMetrics
 from services.kvbm.space import Space
 from services.kvbm.tiers.port import Transfer, Transferred
@@ -31,6 +34,16 @@ class Promoted:
 
     disk: int = 0
     remote: int = 0
+    peers: int = 0
+
+
+@dataclass(slots=True)
+class _Underway:
+    """What one promotion has set in motion, or waits for."""
+
+    copies: list[Copy] = field(default_factory=list)
+    fetches: list[Awaitable[int]] = field(default_factory=list)
+    waits: list[asyncio.Future[None]] = field(default_factory=list)
 
 
 class Moves:
@@ -45,7 +58,10 @@ class Moves:
         *,
         disk_timeout_s: float,
         remote_timeout_s: float,
+        fetches: Fetches | None = None,
     ) -> None:
+        self.fetches = fetches
+        """Blocks from peers; None: there are no peers."""
         self._space = space
         self._metrics = metrics
         self._now_ms = now_ms
@@ -58,43 +74,94 @@ class Moves:
     # Up.
 
     async def promote(
-        self, keys: Sequence[bytes], first: int = 0, arrived: Callable[[], None] = lambda: None
+        self,
+        keys: Sequence[bytes],
+        first: int = 0,
+        arrived: Callable[[], None] = lambda: None,
+        ask: Callable[[PeerId, int], int] | None = None,
     ) -> Promoted:
         """Brings blocks of a chain into host memory; how many came by this call.
 
         `keys` is the whole chain from its start; blocks before number `first` are not wanted.
         Stops at the first block that is nowhere. Returns when each block is there or has failed.
         `arrived` is called after each batch: in a full tier, a reader must hold what has come.
+        `ask`: ask peers for blocks that nobody is known to have; it says how many to fetch of
+        those that one turns out to hold.
         """
-        space, wanted = self._space, keys[first:]
-        waits: list[asyncio.Future[None]] = []
-        copies: list[Copy] = []
-        known = 0
-        for key in wanted:
-            if (flying := self._flying.get(key)) is not None:
-                waits.append(flying)
-                known += 1
+        under = _Underway()
+        number = self._begin(keys, first, under, arrived)
+        work: list[Awaitable[int]] = [
+            self._flight(batch, self._from_disk(batch), arrived) for batch in _batches(under.copies)
+        ]
+        local, remote = asyncio.gather(*work), 0
+        if number < len(keys) and ask is not None and self.fetches is not None:
+            found = await self.fetches.ask(keys[number:])
+            if found is not None:
+                # By now others may have begun to fetch some of them.
+                end = number + ask(*found)
+                number = self._begin(keys[:end], number, under, arrived, disk=False)
+        if number < len(keys):
+            remote = await self._from_remote(keys, number, arrived)
+        moved = Promoted(sum(await local), remote, sum(await asyncio.gather(*under.fetches)))
+        if under.waits:
+            await asyncio.wait(under.waits)
+        return moved
+
+    def _begin(
+        self,
+        keys: Sequence[bytes],
+        number: int,
+        under: _Underway,
+        arrived: Callable[[], None],
+        *,
+        disk: bool = True,
+    ) -> int:
+        """Sets blocks under way, from number `number` on; the first that is nowhere to be had."""
+        while number < len(keys):
+            key = keys[number]
+            if (flying := self._underway(key)) is not None:
+                under.waits.append(flying)
+                number += 1
                 continue
-            tiers = space.catalog.tiers_of(key)
-            if not tiers or tiers == (Tier.G4,):
-                break
-            if Tier.G2 not in tiers:
-                copy = space.catalog.begin_copy(key, Tier.G3, Tier.G2, self._now_ms())
+            tiers = self._space.catalog.tiers_of(key)
+            if Tier.G2 in tiers:
+                number += 1
+            elif Tier.G3 in tiers and disk:
+                copy = self._space.catalog.begin_copy(key, Tier.G3, Tier.G2, self._now_ms())
                 if copy is None:
                     break
-                copies.append(copy)
-            known += 1
-        space.apply()
-        work: list[Awaitable[int]] = [
-            self._flight(batch, self._from_disk(batch), arrived) for batch in _batches(copies)
-        ]
-        disk, remote = asyncio.gather(*work), 0
-        if known < len(wanted):
-            remote = await self._from_remote(keys, first + known, arrived)
-        moved = Promoted(sum(await disk), remote)
-        if waits:
-            await asyncio.wait(waits)
-        return moved
+                under.copies.append(copy)
+                number += 1
+            else:
+                peer, count = self._at_peer(keys, number)
+                if peer is None or self.fetches is None:
+                    break
+                blocks = wanted(keys[number : number + count])
+                under.fetches.append(self.fetches.fetch(peer, blocks, arrived))
+                number += count
+        self._space.apply()
+        return number
+
+    def _underway(self, key: bytes) -> asyncio.Future[None] | None:
+        """What a block that is on its way is waited for by."""
+        flying = self._flying.get(key)
+        if flying is None and self.fetches is not None:
+            flying = self.fetches.coming(block_key(key))
+        return flying
+
+    def _at_peer(self, keys: Sequence[bytes], number: int) -> tuple[PeerId | None, int]:
+        """The peer that is said to hold block `number`, and how many from there on it is for."""
+        if self.fetches is None or (peer := self.fetches.holder(block_key(keys[number]))) is None:
+            return None, 0
+        count = 1
+        for key in keys[number + 1 :]:
+            tiers = self._space.catalog.tiers_of(key)
+            if Tier.G2 in tiers or Tier.G3 in tiers or self._underway(key) is not None:
+                break
+            if self.fetches.holder(block_key(key)) != peer:
+                break
+            count += 1
+        return peer, count
 
     async def _flight(
         self, copies: Sequence[Copy], work: Awaitable[int], arrived: Callable[[], None]

@@ -30,6 +30,7 @@ from services.kvbm.core.model import (
     tenant_id,
 )
 from services.kvbm.core.offload import OffloadPlan, WriteBudget
+from services.kvbm.core.peers import PeerId
 from services.kvbm.core.quota import QuotaBook
 from services.kvbm.errors import (
     geometry_mismatch,
@@ -38,11 +39,13 @@ from services.kvbm.errors import (
     not_attached,
     not_locked,
 )
+from services.kvbm.fetching import Fetches
 from services.kvbm.metrics import KvbmMetrics
 from services.kvbm.moves import Moves
 from services.kvbm.owners import Owners
 from services.kvbm.space import Space
 from services.kvbm.tiers.host import GeometryMismatch, HostTier
+from services.kvbm.tiers.peer import Peers
 from services.kvbm.tiers.port import DiskSpace, DiskTier, Health, ObjectTier
 
 _GRANT_SHARE = 0.125
@@ -85,6 +88,7 @@ class Node:
         remote: ObjectTier | None,
         publish: Callable[[Sequence[Event]], int],
         metrics: KvbmMetrics,
+        peers: Peers | None = None,
     ) -> None:
         self.id = id
         self.incarnation = incarnation
@@ -92,6 +96,7 @@ class Node:
         self.host = host
         self.disk = disk
         self.remote = remote
+        self.peers = peers
         self.metrics = metrics
         self.spaces: dict[bytes, Space] = {}
         self.moves: dict[bytes, Moves] = {}
@@ -106,6 +111,8 @@ class Node:
         self._owners = owners
         self._publish = publish
         self._opening = asyncio.Lock()
+        if peers is not None:
+            peers.changed.append(self._peer_changed)
         self._without_disk: dict[bytes, str] = {}
         """Namespaces for which the disk has no room at present, and why."""
 
@@ -166,8 +173,18 @@ class Node:
             time.monotonic,
             disk_timeout_s=settings.disk_timeout_s,
             remote_timeout_s=settings.remote_timeout_s,
+            fetches=self._fetches(space),
         )
         return space
+
+    def _fetches(self, space: Space) -> Fetches | None:
+        if self.peers is None:
+            return None
+        return Fetches(space, self.peers, self.metrics, self.now_ms)
+
+    def _peer_changed(self, peer: PeerId) -> None:
+        for space in self.spaces.values():
+            space.gate.forget(peer)
 
     async def open_disk(self, arena: Arena) -> DiskSpace | None:
         """The namespace's part of the disk; None: there is no disk, or no room on it now."""
@@ -241,6 +258,8 @@ class Node:
         self.moves.pop(namespace)
         self._without_disk.pop(namespace, None)
         space.announce_end()
+        if self.peers is not None:
+            await self.peers.forget(namespace)
         await space.close()
 
     def _advise(self, space: Space, g1_bytes: int) -> None:
@@ -387,6 +406,9 @@ class Node:
 
     async def close(self) -> None:
         """Lets what moves end; all blocks stay for the next daemon."""
+        if self.peers is not None:
+            # First: a read that is cut off has its end before its arena's.
+            await self.peers.close()
         for space in self.spaces.values():
             await space.close()
 

@@ -16,12 +16,16 @@ from services.kvbm.adapters.messages import (
     TIERS,
     ask_of,
     block_info,
+    checked_keys,
     explanation_message,
     geometry_message,
     geometry_of,
+    hints_of,
     leased_message,
     loaded_of,
+    peer_stats,
     results_message,
+    seconds_of,
     slot_message,
     slot_of,
     snapshot_message,
@@ -30,9 +34,12 @@ from services.kvbm.adapters.messages import (
 )
 from services.kvbm.core.model import Owner
 from services.kvbm.curator import LISTED, Curator
+from services.kvbm.errors import peers_off
 from services.kvbm.metrics import KvbmMetrics
 from services.kvbm.node import Filled, Node
 from services.kvbm.readers import Readers
+from services.kvbm.space import Space
+from services.kvbm.tiers.exports import MOST_KEYS, Exports, leading
 
 MOST_FILLED = 4096
 MOST_LISTED = 10_000
@@ -155,9 +162,57 @@ class KvbmServicer(kvbm_pb2_grpc.KvbmServiceServicer):
         """A hint."""
         return pb.PrefetchResponse(
             promoting=self._readers.prefetch(
-                request.namespace, list(request.keys), list(request.short_keys)
+                request.namespace,
+                list(request.keys),
+                list(request.short_keys),
+                hints_of(request.peers),
+                seconds_of(request.recompute_block_s, "recompute_block_s"),
             )
         )
+
+    # Peers.
+
+    async def Locate(self, request: pb.LocateRequest, context: Any) -> pb.LocateResponse:
+        """How much is here."""
+        _, space = self._for_peer(request.namespace, request.geometry)
+        keys = checked_keys(request.keys)
+        return pb.LocateResponse(
+            blocks=leading(space, keys) if space else 0, incarnation=self._node.incarnation
+        )
+
+    async def Export(self, request: pb.ExportRequest, context: Any) -> pb.ExportResponse:
+        """Blocks into the window."""
+        exports, space = self._for_peer(request.namespace, request.geometry)
+        answer = pb.ExportResponse(incarnation=self._node.incarnation)
+        if space is None:
+            return answer
+        keys = checked_keys(request.keys) or space.long_keys(request.short_keys[:MOST_KEYS])
+        export = await exports.export(space, keys[:MOST_KEYS], request.agent)
+        answer.export, answer.expires_ms = export.id, export.expires_ms
+        answer.agent, answer.agent_metadata = export.agent, export.metadata
+        answer.available, answer.reason = export.available, export.reason
+        for block in export.blocks:
+            answer.blocks.add(header=block.header, address=block.address, length=block.length)
+        return answer
+
+    async def EndExport(self, request: pb.EndExportRequest, context: Any) -> pb.EndExportResponse:
+        """The end of exports."""
+        peers = self._node.peers
+        if peers is None:
+            return pb.EndExportResponse()
+        self._readers.suspect(request.namespace, checked_keys(request.bad_keys))
+        return pb.EndExportResponse(ended=peers.exports.end(request.exports))
+
+    def _for_peer(self, namespace: bytes, geometry: pb.Geometry) -> tuple[Exports, Space | None]:
+        """The window, and what a peer may ask about: None unless its blocks are the same here."""
+        peers = self._node.peers
+        if peers is None or not peers.works:
+            why = self._node.settings.peers_off if peers is None else peers.state
+            raise peers_off(why)
+        space = self._node.spaces.get(namespace)
+        if space is not None and space.geometry != geometry_of(geometry):
+            space = None
+        return peers.exports, space
 
     # People.
 
@@ -263,4 +318,5 @@ class KvbmServicer(kvbm_pb2_grpc.KvbmServiceServicer):
         for tenant, tiers in by_tenant.items():
             name = node.tenants.get(tenant, f"{tenant:016x}")
             answer.tenants.add(tenant=name, tiers=tier_counts(tiers))
+        answer.peers.CopyFrom(peer_stats(node.peers, node.settings.peers_off))
         return answer

@@ -89,6 +89,10 @@ class Space:
         """Slots of a tier by their use."""
         return self.catalog.counts().tiers.get(tier, TierCounts())
 
+    def long_key(self, short: int) -> bytes | None:
+        """Full hash of a block that is stored here, by its low 64 bits."""
+        return self._short.get(short)
+
     def long_keys(self, short: Sequence[int]) -> list[bytes]:
         """Full hashes of the leading blocks that are stored here, by their low 64 bits."""
         keys = []

@@ -61,6 +61,8 @@ class RouterSettings(ServiceSettings):
     """The same for local disk."""
     g4_speedup: float = Field(default=1.5, gt=0)
     """The same for remote storage."""
+    peer_speedup: float = Field(default=2.0, gt=0)
+    """The same for the memory of other nodes."""
     node_blocks: int = Field(default=1 << 20, ge=1)
     """Most blocks of one kvbm daemon that are indexed, each about 100 bytes; more are ignored."""
     prefetch: bool = True
@@ -126,7 +128,9 @@ class RouterSettings(ServiceSettings):
                 context_tokens=self.context_tokens,
                 learn=self.learn_rates,
             ),
-            onboard=OnboardDefaults(self.g2_speedup, self.g3_speedup, self.g4_speedup),
+            onboard=OnboardDefaults(
+                self.g2_speedup, self.g3_speedup, self.g4_speedup, self.peer_speedup
+            ),
             apart=ApartConfig(
                 self.disagg, self.stall_weight, self.disagg_min_tokens, self.handover_s
             ),

@@ -119,6 +119,7 @@ async def fake_node(
     port: int = 0,
     events_port: int = 0,
     remote: str = "",
+    transfer: str = "",
     heartbeat_s: float = 0.05,
 ) -> AsyncIterator[FakeNode]:
     """A daemon that serves while the context lasts; registering it is the caller's business."""
@@ -138,6 +139,7 @@ async def fake_node(
                 address=f"127.0.0.1:{server.port}",
                 events_address=publisher.address,
                 labels={REMOTE_LABEL: remote} if remote else {},
+                transfer=transfer,
             )
             await server.set_serving(True)
             beats = asyncio.create_task(_beat(node, heartbeat_s))

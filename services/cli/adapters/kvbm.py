@@ -78,6 +78,17 @@ class TenantRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerRow:
+    """Another node's daemon; meanings as PeerView in kvbm.proto."""
+
+    node: str
+    address: str
+    state: str
+    fetched_blocks: int
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStats:
     """All figures of one daemon. `counters`: by Prometheus name without prefix."""
 
@@ -88,6 +99,9 @@ class NodeStats:
     tenants: tuple[TenantRow, ...]
     counters: Mapping[str, float]
     adopted_blocks: int
+    peers_state: str = ""
+    """Whether blocks are exchanged with other nodes, and why not."""
+    peers: tuple[PeerRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +140,13 @@ class Verdict:
     leases: int
     pins: int
     hits: int
+    peer: str = ""
+    """Node from whose memory it would come."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateRow:
-    """What the gate knows of one tier; meanings as GateTier in kvbm.proto."""
+    """What the gate knows of one tier, or peer; meanings as GateTier in kvbm.proto."""
 
     tier: str
     latency_s: float
@@ -206,6 +222,11 @@ class KvbmClient:
             tenants=tuple(TenantRow(t.tenant, _uses(t.tiers)) for t in m.tenants),
             counters=dict(m.counters),
             adopted_blocks=m.adopted_blocks,
+            peers_state=m.peers.state,
+            peers=tuple(
+                PeerRow(p.node, p.address, p.state, p.fetched_blocks, p.failures)
+                for p in m.peers.known
+            ),
         )
 
     async def list_blocks(
@@ -266,6 +287,7 @@ class KvbmClient:
                     leases=b.leases,
                     pins=b.pins,
                     hits=b.hits,
+                    peer=b.peer,
                 )
                 for b in m.blocks
             ),
@@ -279,6 +301,17 @@ class KvbmClient:
                     predicted_s=g.predicted_s,
                 )
                 for g in m.gate
+            )
+            + tuple(
+                GateRow(
+                    tier=f"peer {g.node}" if g.node else "any peer",
+                    latency_s=g.latency_s,
+                    block_s=g.block_s,
+                    samples=g.samples,
+                    refused=g.refused,
+                    predicted_s=g.predicted_s,
+                )
+                for g in m.peers
             ),
             recompute_block_s=m.recompute_block_s,
             reason=m.reason,

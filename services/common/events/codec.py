@@ -39,6 +39,7 @@ _TO_PROTO: dict[Tier, common_pb2.Tier.ValueType] = {
     Tier.G2: common_pb2.TIER_G2,
     Tier.G3: common_pb2.TIER_G3,
     Tier.G4: common_pb2.TIER_G4,
+    Tier.PEER: common_pb2.TIER_PEER,
 }
 _TIERS: dict[int, Tier] = {number: tier for tier, number in _TO_PROTO.items()}
 

@@ -19,6 +19,8 @@ class Tier(IntEnum):
     G2 = 2
     G3 = 3
     G4 = 4
+    PEER = 5
+    """Host memory of other nodes: in rates only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from forebay.common.v1 import common_pb2
@@ -14,16 +15,19 @@ from services.common.events.model import Tier
 from services.common.events.publisher import publisher_time_us
 from services.kvbm.core.catalog import BlockView
 from services.kvbm.core.model import CommitResult, ReadyBlock, SlotRef
+from services.kvbm.core.peers import PeerId
 from services.kvbm.curator import Explanation
-from services.kvbm.node import Node
-from services.kvbm.readers import Ask, Loaded
+from services.kvbm.node import Node, check_hash
+from services.kvbm.readers import Ask, Hint, Loaded
 from services.kvbm.space import Space
+from services.kvbm.tiers.peer import Peers, Tallies
 
 TIERS = {
     Tier.G1: common_pb2.TIER_G1,
     Tier.G2: common_pb2.TIER_G2,
     Tier.G3: common_pb2.TIER_G3,
     Tier.G4: common_pb2.TIER_G4,
+    Tier.PEER: common_pb2.TIER_PEER,
 }
 """Wire forms of tiers."""
 _RESULTS = {
@@ -71,11 +75,24 @@ def leased_message(block: ReadyBlock) -> pb.LeasedBlock:
     return pb.LeasedBlock(slot=slot_message(block.ref), checksums=block.checksums)
 
 
+def seconds_of(value: float, field: str) -> float:
+    """Raises InvalidRequest for what is no time to wait."""
+    if not 0 <= value < 1e6:
+        raise InvalidRequest(f"must be from 0 to a million seconds, not {value}", field=field)
+    return value
+
+
+def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """Raises InvalidRequest for what are no full hashes."""
+    for key in keys:
+        check_hash(key, "keys")
+    return list(keys)
+
+
 def ask_of(m: pb.LookupRequest) -> Ask:
     """Raises InvalidRequest for figures that make no sense."""
-    for name, value in (("recompute_block_s", m.recompute_block_s), ("wait_s", m.wait_s)):
-        if not 0 <= value < 1e6:
-            raise InvalidRequest(f"must be from 0 to a million seconds, not {value}", field=name)
+    seconds_of(m.recompute_block_s, "recompute_block_s")
+    seconds_of(m.wait_s, "wait_s")
     return Ask(
         m.namespace,
         list(m.keys),
@@ -85,7 +102,13 @@ def ask_of(m: pb.LookupRequest) -> Ask:
         m.wait_s,
         m.promote_ms / 1000,
         m.limit_blocks,
+        hints_of(m.peers),
     )
+
+
+def hints_of(peers: Iterable[pb.PeerHint]) -> list[Hint]:
+    """From the wire form."""
+    return [Hint(PeerId(p.node), p.first_block, p.blocks) for p in peers]
 
 
 def loaded_of(m: pb.LoadReport) -> Loaded:
@@ -144,8 +167,21 @@ def explanation_message(e: Explanation) -> pb.ExplainResponse:
             leases=v.view.leases if v.view else 0,
             pins=v.view.pins if v.view else 0,
             hits=v.view.hits if v.view else 0,
+            peer=v.peer,
+        )
+    for source, rate in e.peers.items():
+        of_peer = e.verdicts[source]
+        answer.peers.add(
+            node="" if isinstance(source, Tier) else source,
+            latency_s=rate.latency_s,
+            block_s=rate.block_s,
+            samples=rate.samples,
+            refused=of_peer.refused,
+            predicted_s=of_peer.predicted_s,
         )
     for tier, rate in sorted(e.rates.items()):
+        if tier is Tier.PEER:
+            continue
         verdict = e.verdicts.get(tier)
         answer.gate.add(
             tier=TIERS[tier],
@@ -154,6 +190,31 @@ def explanation_message(e: Explanation) -> pb.ExplainResponse:
             samples=rate.samples,
             refused=verdict.refused if verdict else False,
             predicted_s=verdict.predicted_s if verdict else 0.0,
+        )
+    return answer
+
+
+def peer_stats(peers: Peers | None, off: str) -> pb.PeerStats:
+    """The exchange with other nodes, for people."""
+    if peers is None:
+        return pb.PeerStats(state=off)
+    window = peers.exports.window
+    answer = pb.PeerStats(
+        state=peers.state,
+        window_bytes=window.size,
+        window_used_bytes=window.used,
+        exports=len(window),
+        agents=peers.agents,
+    )
+    for info, why in peers.book.standings(time.monotonic()):
+        tally = peers.tallies.get(info.id, Tallies())
+        state = f"avoided: {why}" if why else "connected" if peers.connected(info.id) else "ok"
+        answer.known.add(
+            node=info.id,
+            address=info.address,
+            state=state,
+            fetched_blocks=tally.blocks,
+            failures=tally.failures,
         )
     return answer
 

@@ -240,10 +240,17 @@ class Catalog:
         self._stock.now_ms = now_ms
         return self._copies.begin(key, source, target)
 
-    def begin_fetch(self, meta: BlockMeta, now_ms: int) -> Copy | None:
-        """Starts to bring a block from G4 into G2; only key and place of `meta` need be known."""
+    def begin_fetch(self, meta: BlockMeta, now_ms: int, *, source: Tier = Tier.G4) -> Copy | None:
+        """Starts to bring a block from G4, or a peer, into G2.
+
+        Of `meta` only key and place need be known.
+        """
         self._stock.now_ms = now_ms
-        return self._copies.begin_fetch(meta)
+        return self._copies.begin_fetch(meta, source)
+
+    def moving(self, key: bytes, target: Tier) -> bool:
+        """Whether a block is on its way to a tier."""
+        return self._copies.moving(key, target)
 
     def end_copy(
         self,

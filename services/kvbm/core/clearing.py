@@ -64,7 +64,7 @@ def _selects(
     """Whether a copy under way carries something selected. What is fetched is not known yet."""
     if copy.source not in tiers and copy.target not in tiers:
         return False
-    if copy.source is Tier.G4:
+    if copy.source in (Tier.G4, Tier.PEER):
         return True
     if select.tenant not in (None, copy.meta.tenant):
         return False

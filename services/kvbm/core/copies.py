@@ -42,6 +42,10 @@ class Copies:
     def __len__(self) -> int:
         return len(self._flights)
 
+    def moving(self, key: bytes, target: Tier) -> bool:
+        """Whether a block is on its way to a tier."""
+        return (target, key) in self._moving
+
     def begin(self, key: bytes, source: Tier, target: Tier) -> Copy | None:
         """Starts to copy a block; None: it isn't there, is in the target, or there is no room."""
         block = self._stock.live(key)
@@ -62,12 +66,12 @@ class Copies:
             self._stock.unread(source, ref.index)
         return copy
 
-    def begin_fetch(self, meta: BlockMeta) -> Copy | None:
-        """Starts to bring a block from G4, known here or not; None as of `begin`."""
+    def begin_fetch(self, meta: BlockMeta, source: Tier = Tier.G4) -> Copy | None:
+        """Starts to bring a block from G4 or a peer, known here or not; None as of `begin`."""
         block = self._stock.live(meta.key)
         if (block is not None and block.g2 is not None) or (Tier.G2, meta.key) in self._moving:
             return None
-        return self._start(meta, Tier.G4, None, Tier.G2)
+        return self._start(meta, source, None, Tier.G2)
 
     def _start(
         self, meta: BlockMeta, source: Tier, source_slot: SlotRef | None, target: Tier

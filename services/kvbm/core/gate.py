@@ -16,10 +16,13 @@ from itertools import groupby
 from typing import Literal
 
 from services.common.events.model import Tier
+from services.kvbm.core.peers import PeerId
 
 SLOWER = "slower-than-recompute"
 LATE = "promotion-limit"
 Mode = Literal["measured", "always", "never"]
+Source = Tier | PeerId
+"""Where a block comes from: a tier, or a peer. `Tier.PEER`: some peer, whichever has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,6 @@ class TierRate:
         return self.latency_s + blocks * self.block_s if blocks else 0.0
 
 
-_LOWER = (Tier.G3, Tier.G4)
 _MARGIN = 1.15
 """A tier that was refused must beat computing by this much to be taken again."""
 _PROBE_BLOCKS = 8
@@ -51,9 +53,12 @@ DEFAULTS: Mapping[Tier, TierRate] = {
     Tier.G2: TierRate(0.001, 0.0005),
     Tier.G3: TierRate(0.002, 0.002),
     Tier.G4: TierRate(0.050, 0.010),
+    Tier.PEER: TierRate(0.005, 0.004),
 }
 """Before anything is measured, for blocks of about a MiB: memory copied and verified at 2 GB/s, a
-disk that reads 500 MB/s, an object store that delivers 100 MB/s."""
+disk that reads 500 MB/s, an object store that delivers 100 MB/s, a peer that does 250 MB/s."""
+_MOST_PEERS = 1024
+"""Peers that are told apart; beyond that the one measured longest ago is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class Probe:
     """Blocks to promote off the path, only to measure: `count` of them from number `first` of the
     run on, all in `tier`."""
 
-    tier: Tier
+    tier: Source
     first: int
     count: int
 
@@ -96,7 +101,7 @@ class Verdict:
     """Predicted seconds that the request waits for them beyond its queue."""
     recompute_s: float
     """Seconds that computing them takes."""
-    tiers: Mapping[Tier, TierVerdict] = field(default_factory=dict)
+    tiers: Mapping[Source, TierVerdict] = field(default_factory=dict)
     probe: Probe | None = None
 
 
@@ -172,32 +177,62 @@ class Gate:
     ) -> None:
         self.mode = mode
         rates = {**DEFAULTS, **(defaults or {})}
-        self._estimates = {tier: _Estimate(rate) for tier, rate in rates.items()}
-        self._standings = {tier: _Standing() for tier in rates}
+        self._estimates: dict[Source, _Estimate] = {t: _Estimate(r) for t, r in rates.items()}
+        self._standings: dict[Source, _Standing] = {tier: _Standing() for tier in rates}
 
-    def observe(self, tier: Tier, blocks: int, seconds: float, now_s: float) -> None:
-        """A load of `blocks` took `seconds`: from G3 or G4 into G2, or from G2 into the engine."""
-        if tier not in self._estimates or blocks < 1 or not 0 <= seconds < float("inf"):
+    def observe(self, tier: Source, blocks: int, seconds: float, now_s: float) -> None:
+        """A load of `blocks` took `seconds`: from below into G2, or from G2 into the engine.
+
+        What a peer takes also counts for all peers together.
+        """
+        if tier is Tier.G1 or blocks < 1 or not 0 <= seconds < float("inf"):
             return
-        self._estimates[tier].observe(blocks, seconds)
-        self._standings[tier].measured_s = now_s
+        for one in (tier,) if isinstance(tier, Tier) else (Tier.PEER, tier):
+            self._estimate(one).observe(blocks, seconds)
+            self._standings[one].measured_s = now_s
 
-    def given_up(self, tier: Tier, blocks: int, seconds: float, now_s: float) -> None:
+    def _estimate(self, source: Source) -> _Estimate:
+        """A source's; of a peer that is new, as of all peers."""
+        found = self._estimates.get(source)
+        if found is None:
+            peers = [s for s in self._estimates if not isinstance(s, Tier)]
+            if len(peers) >= _MOST_PEERS:
+                self.forget(min(peers, key=lambda peer: self._standings[peer].measured_s))
+            found = _Estimate(self._as_all_peers())
+            self._estimates[source], self._standings[source] = found, _Standing()
+        return found
+
+    def forget(self, peer: Source) -> None:
+        """Nothing that was measured of a peer holds any more: it lives anew, or elsewhere."""
+        if not isinstance(peer, Tier):
+            self._estimates.pop(peer, None)
+            self._standings.pop(peer, None)
+
+    def given_up(self, tier: Source, blocks: int, seconds: float, now_s: float) -> None:
         """A load of `blocks` was not there after `seconds`: failed, or waited for no longer.
 
         It takes that long at least. Less than predicted says nothing: a store that is known to be
         away refuses at once.
         """
-        if tier in self._estimates and seconds > self._seconds(tier, blocks):
+        if tier is not Tier.G1 and seconds > self._seconds(tier, blocks):
             self.observe(tier, blocks, 2 * seconds, now_s)
 
     def rates(self) -> Mapping[Tier, TierRate]:
-        """What is assumed of each tier now."""
-        return {tier: estimate.rate() for tier, estimate in self._estimates.items()}
+        """What is assumed of each tier now, and of all peers together."""
+        return {t: e.rate() for t, e in self._estimates.items() if isinstance(t, Tier)}
+
+    def rate(self, source: Source) -> TierRate:
+        """What is assumed of one source now."""
+        known = self._estimates.get(source)
+        return known.rate() if known is not None else self._as_all_peers()
+
+    def _as_all_peers(self) -> TierRate:
+        rate = self._estimates[Tier.PEER].rate()
+        return TierRate(rate.latency_s, rate.block_s)
 
     def decide(
         self,
-        run: Sequence[Tier],
+        run: Sequence[Source],
         recompute_block_s: float,
         wait_s: float,
         now_s: float,
@@ -205,7 +240,7 @@ class Gate:
         limit_s: float = math.inf,
         dry_run: bool = False,
     ) -> Verdict:
-        """How many of the leading blocks of `run` (the best tier of each) to load.
+        """How many of the leading blocks of `run` (the best source of each) to load.
 
         `recompute_block_s`: seconds in which the engine computes one block. `wait_s`: seconds that
         the request waits in the engine's queue anyway. `limit_s`: seconds after which it waits for
@@ -213,6 +248,8 @@ class Gate:
         for an explanation; takes no probe and changes nothing.
         """
         late = False
+        for source in set(run):
+            self._estimate(source)
         if self.mode == "measured":
             margins = {t: _MARGIN if s.refused else 1.0 for t, s in self._standings.items()}
             blocks, best_s = 0, 0.0
@@ -248,39 +285,42 @@ class Gate:
             probe,
         )
 
-    def _seconds(self, tier: Tier, blocks: int) -> float:
-        estimate = self._estimates[tier]
+    def _seconds(self, tier: Source, blocks: int) -> float:
+        estimate = self._estimates.get(tier) or self._estimates[Tier.PEER]
         return estimate.latency_s + blocks * estimate.block_s if blocks else 0.0
 
     def _load_s(
         self,
         count: int,
-        parts: Mapping[Tier, int],
+        parts: Mapping[Source, int],
         wait_s: float,
-        margins: Mapping[Tier, float],
+        margins: Mapping[Source, float],
     ) -> float:
         """Seconds by which loading delays the request: promotions beyond its wait, and the copy."""
         copy_s = self._seconds(Tier.G2, count) * margins.get(Tier.G2, 1.0)
         return max(0.0, self._lower_s(parts, margins) - wait_s) + copy_s
 
-    def _lower_s(self, parts: Mapping[Tier, int], margins: Mapping[Tier, float]) -> float:
+    def _lower_s(self, parts: Mapping[Source, int], margins: Mapping[Source, float]) -> float:
         """Seconds that promotions of so many blocks take."""
         return sum(
-            self._seconds(tier, parts.get(tier, 0)) * margins.get(tier, 1.0) for tier in _LOWER
+            self._seconds(source, count) * margins.get(source, 1.0)
+            for source, count in parts.items()
+            if source is not Tier.G2
         )
 
     def _cuts(
-        self, run: Sequence[Tier], wait_s: float, limit_s: float
-    ) -> Iterator[tuple[int, dict[Tier, int]]]:
+        self, run: Sequence[Source], wait_s: float, limit_s: float
+    ) -> Iterator[tuple[int, dict[Source, int]]]:
         """Where the best end of the load can be: leading blocks, and how many of them in each tier.
 
         Gain is straight but where the tier changes and where promotions outlast the wait; it ends
         where they outlast the limit.
         """
-        count, parts = 0, dict.fromkeys(Tier, 0)
+        count = 0
+        parts: dict[Source, int] = dict.fromkeys(run, 0)
         for tier, group in groupby(run):
             length = sum(1 for _ in group)
-            if tier in _LOWER:
+            if tier is not Tier.G2:
                 estimate = self._estimates[tier]
                 began_s = self._lower_s(parts, {}) + (0.0 if parts[tier] else estimate.latency_s)
                 for end_s in sorted((wait_s, limit_s)):
@@ -293,7 +333,7 @@ class Gate:
             parts[tier] += length
             yield count, parts
 
-    def _stand(self, run: Sequence[Tier], blocks: int, now_s: float) -> Probe | None:
+    def _stand(self, run: Sequence[Source], blocks: int, now_s: float) -> Probe | None:
         """Notes who is taken, and who is refused: the tier at the cut. Is it time to probe it?"""
         for tier in set(run[:blocks]):
             self._standings[tier].refused = False
@@ -313,5 +353,8 @@ class Gate:
         return Probe(tier, blocks, count)
 
 
-def _parts(run: Sequence[Tier]) -> dict[Tier, int]:
-    return {tier: run.count(tier) for tier in sorted(set(run))}
+def _parts(run: Sequence[Source]) -> dict[Source, int]:
+    parts: dict[Source, int] = {}
+    for source in run:
+        parts[source] = parts.get(source, 0) + 1
+    return parts

@@ -36,9 +36,12 @@ class Buffer:
         self.tainted = False
         """Whether somebody may still write into it, for a moment: then it is not used again."""
 
-    def gather(self, parts: Sequence[Memory]) -> None:
-        """Copies the parts in, one after the other. In a thread: releases the GIL."""
-        at = self.address
+    def gather(self, parts: Sequence[Memory], offset: int = 0) -> None:
+        """Copies the parts in from `offset` on, one after the other.
+
+        In a thread: releases the GIL.
+        """
+        at = self.address + offset
         for part in parts:
             ctypes.memmove(at, part.address, part.length)
             at += part.length

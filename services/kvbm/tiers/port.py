@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.arena import Arena, CorruptHeader, SlotHeader
+from services.common.arena import Arena, CorruptHeader, Geometry, SlotHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,76 @@ class Health:
 
     ok: bool
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """One block in a peer's window."""
+
+    header: bytes
+    """Its sealed header, 256 bytes."""
+    address: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What can be read of a peer; meanings as in kvbm.proto's ExportResponse."""
+
+    id: int
+    expires_ms: int
+    agent: str
+    metadata: bytes
+    blocks: Sequence[Exported]
+    available: int
+    reason: str = ""
+
+
+class PeerError(Exception):
+    """A peer did not do what was asked; the words say why. It costs blocks, and no more."""
+
+
+class PeerCalls(Protocol):
+    """Calls to the daemons of other nodes, by address. Each raises PeerError."""
+
+    async def locate(
+        self,
+        address: str,
+        namespace: bytes,
+        geometry: Geometry,
+        keys: Sequence[bytes],
+        timeout_s: float,
+    ) -> int:
+        """How many leading blocks of a chain it has in memory."""
+        ...
+
+    async def export(
+        self,
+        address: str,
+        namespace: bytes,
+        geometry: Geometry,
+        keys: Sequence[bytes],
+        short_keys: Sequence[int],
+        known_agent: str,
+        timeout_s: float,
+    ) -> Export:
+        """Puts leading blocks where they can be read; by full hashes or, without, by short ones."""
+        ...
+
+    async def end(
+        self,
+        address: str,
+        exports: Sequence[int],
+        namespace: bytes,
+        bad_keys: Sequence[bytes],
+        timeout_s: float,
+    ) -> None:
+        """These have been read."""
+        ...
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        ...
 
 
 class DiskSpace(Protocol):

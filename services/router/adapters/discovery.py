@@ -69,6 +69,7 @@ def node_info(instance: Instance) -> NodeInfo:
         address=instance.address,
         remote=instance.labels.get(REMOTE_LABEL, ""),
         draining=instance.draining,
+        transfer=instance.transfer,
     )
 
 

@@ -133,6 +133,7 @@ def candidate_message(row: Scored) -> pb.CandidateScore:
         g2_tokens=c.g2_tokens,
         g3_tokens=c.g3_tokens,
         g4_tokens=c.g4_tokens,
+        peer_tokens=c.peer_tokens,
         uncached_tokens=c.uncached_tokens,
         active_requests=c.active_requests,
         queued_prefill_tokens=c.queued_tokens,

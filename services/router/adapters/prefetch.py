@@ -78,7 +78,13 @@ class Prefetcher:
                     except TimeoutError:
                         return
                     request = kvbm_pb2.PrefetchRequest(
-                        namespace=hint.namespace, short_keys=hint.keys[:_MOST_KEYS]
+                        namespace=hint.namespace,
+                        short_keys=hint.keys[:_MOST_KEYS],
+                        peers=[
+                            kvbm_pb2.PeerHint(node=p.node, first_block=p.first, blocks=p.count)
+                            for p in hint.peers
+                        ],
+                        recompute_block_s=hint.recompute_block_s,
                     )
                     try:
                         await stub.Prefetch(request, timeout=_DEADLINE_S)

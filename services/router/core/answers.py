@@ -11,6 +11,7 @@ from services.common.ids import AttemptId
 from services.router.core.cost import Candidate, Score
 from services.router.core.index import Digest
 from services.router.core.lives import Status
+from services.router.core.peers import PeerHint
 from services.router.core.policies import PolicyName
 from services.router.core.requests import LoadView
 from services.router.core.workers import HolderId, WorkerInfo, WorkerRole
@@ -102,13 +103,17 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Blocks below G2 that a daemon will be asked for soon: a hint for it to bring them up."""
+    """Blocks not in a daemon's G2 that it will be asked for soon: a hint to bring them there."""
 
     node: str
     """Id of the daemon."""
     namespace: bytes
     keys: Sequence[int]
     """In chain order, from the first one that is below G2 on."""
+    peers: tuple[PeerHint, ...] = ()
+    """Other nodes that hold some of them."""
+    recompute_block_s: float = 0.0
+    """Seconds that the worker takes to compute one; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

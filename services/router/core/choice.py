@@ -44,6 +44,7 @@ class Page:
         """Forgets what was written of one prompt."""
         candidate = self.candidate
         candidate.g1_tokens = candidate.g2_tokens = candidate.g3_tokens = candidate.g4_tokens = 0
+        candidate.peer_tokens = 0
         candidate.mates = candidate.repeats = candidate.onboard_s = 0.0
         candidate.warm = False
         self.below = None

@@ -48,6 +48,8 @@ class Candidate:
     g2_tokens: int = 0
     g3_tokens: int = 0
     g4_tokens: int = 0
+    peer_tokens: int = 0
+    """Usable from the memory of other nodes."""
     mates: float = 0.0
     """Requests in flight there that share the prompt (half of it counts half)."""
     repeats: float = 0.0
@@ -114,7 +116,7 @@ class Candidate:
     @property
     def lower_tokens(self) -> int:
         """Usable from tiers below G1."""
-        return self.g2_tokens + self.g3_tokens + self.g4_tokens
+        return self.g2_tokens + self.g3_tokens + self.g4_tokens + self.peer_tokens
 
     @property
     def uncached_tokens(self) -> int:
@@ -254,7 +256,7 @@ class CostModel:
     def _warm(self, c: Candidate) -> float:
         """Without the queue. Like a cold prompt, less the blocks that are here; and the crowd."""
         prompt = c.prompt_tokens
-        lower = c.g2_tokens + c.g3_tokens + c.g4_tokens
+        lower = c.g2_tokens + c.g3_tokens + c.g4_tokens + c.peer_tokens
         cached = c.g1_tokens + lower
         weight = 1 + self.own_weight + self.churn_weight * c.churn
         total = c.base_s + prompt * (c.line_s + prompt * c.square_s)

@@ -205,6 +205,7 @@ class Decider:
                 candidate.g2_tokens = overlap.g2 * block_size
                 candidate.g3_tokens = overlap.g3 * block_size
                 candidate.g4_tokens = overlap.g4 * block_size
+                candidate.peer_tokens = overlap.peer * block_size
                 candidate.onboard_s = usable.onboard_s
                 candidate.warm = True
                 page.below = usable

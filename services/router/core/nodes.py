@@ -28,6 +28,9 @@ from services.router.core.tiers import ALL_TIERS, LOWER_TIERS, Holding, Reach, T
 
 TierEvent = BlocksStored | BlocksRemoved | BlocksCleared | TierRate | BlocksDigest
 _NAMESPACE_BYTES = 32
+_TOLD = (*LOWER_TIERS, Tier.PEER)
+_PEERS_S = 0.25
+"""How long it is remembered which daemons are there to be fetched from."""
 _MOST_NAMESPACES = 256
 """Namespaces of one daemon that are kept apart; more are refused."""
 
@@ -42,6 +45,8 @@ class NodeInfo:
     remote: str = ""
     """Names its remote storage: daemons with the same one share G4. Empty: shared with nobody."""
     draining: bool = False
+    transfer: str = ""
+    """Daemons that name the same way fetch blocks from each other's memory. Empty: not it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +72,8 @@ class NodeTable:
         self._spaces: dict[bytes, TierSpace] = {}
         # By storage and namespace: bits of all daemons whose G4 is everybody's.
         self._remotes: dict[tuple[str, bytes], int] = {}
+        # By way of transfer and namespace: the memory that is fetched from, until when it is that.
+        self._peers: dict[tuple[str, bytes], tuple[float, dict[int, str], int]] = {}
         self._retired: list[tuple[bytes, Holding]] = []
         self._doubts = Doubts()
         self.refused_blocks = 0
@@ -97,6 +104,7 @@ class NodeTable:
             return False
         moved = node.info.remote != info.remote
         node.info = info
+        self._peers.clear()
         if word is Word.NEXT:
             node.begin(info.incarnation, now)
             self._forget_holdings(node, list(node.holdings))
@@ -201,13 +209,39 @@ class NodeTable:
         if node is None or self._status(node, now) is not Status.READY:
             return None
         remote = self._remotes.get((node.info.remote, namespace), 0)
+        peers = self._fetched(node.info.transfer, namespace, now)[1] if node.info.transfer else 0
         holding = node.holdings.get(namespace)
         if holding is not None:
-            return Reach(holding.space, holding.shift, remote, holding.rates)
-        if remote:
+            peers &= ~(ALL_TIERS << holding.shift)
+            return Reach(holding.space, holding.shift, remote, holding.rates, peers)
+        if remote or peers:
             space = self._spaces[namespace]
-            return Reach(space, space.beyond, remote, {})
+            return Reach(space, space.beyond, remote, {}, peers)
         return None
+
+    def fetchable(self, node_id: str, namespace: bytes, now: float) -> dict[int, str]:
+        """Daemons that this one can fetch from, by the bit of their host memory."""
+        node = self._nodes.get(node_id)
+        if node is None or not node.info.transfer:
+            return {}
+        nodes, _ = self._fetched(node.info.transfer, namespace, now)
+        return {bit: id for bit, id in nodes.items() if id != node_id}
+
+    def _fetched(self, transfer: str, namespace: bytes, now: float) -> tuple[dict[int, str], int]:
+        """Daemons that are there and fetched from this way, by bit, and all their bits."""
+        way = transfer, namespace
+        known = self._peers.get(way)
+        if known is not None and now < known[0]:
+            return known[1:]
+        nodes = {
+            holding.g2_flag: node.info.id
+            for node in self._nodes.values()
+            if node.info.transfer == transfer
+            and (holding := node.holdings.get(namespace)) is not None
+            and self._status(node, now) is Status.READY
+        }
+        self._peers[way] = now + _PEERS_S, nodes, sum(nodes)
+        return nodes, sum(nodes)
 
     def address(self, node_id: str) -> str:
         """gRPC address of a daemon; empty if it is not known."""
@@ -272,7 +306,8 @@ class NodeTable:
         return node
 
     def _apply(self, node: _Node, event: TierEvent) -> None:
-        holding = self._holding(node, event.namespace, event.tier)
+        stored = event.tier is not Tier.PEER or isinstance(event, TierRate)
+        holding = self._holding(node, event.namespace, event.tier) if stored else None
         if holding is None:
             self.unknown_events += 1
             return
@@ -295,7 +330,7 @@ class NodeTable:
 
     def _holding(self, node: _Node, namespace: bytes, tier: Tier) -> Holding | None:
         """Where an event belongs; None when that can't be said, or there are too many."""
-        if tier not in LOWER_TIERS or len(namespace) != _NAMESPACE_BYTES:
+        if tier not in _TOLD or len(namespace) != _NAMESPACE_BYTES:
             return None
         if namespace not in node.holdings:
             if len(node.holdings) >= _MOST_NAMESPACES:
@@ -314,6 +349,7 @@ class NodeTable:
         self._join_remotes()
 
     def _join_remotes(self) -> None:
+        self._peers.clear()
         self._remotes.clear()
         for node in self._nodes.values():
             for namespace, holding in node.holdings.items():

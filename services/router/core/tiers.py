@@ -22,6 +22,8 @@ _BITS = {Tier.G2: 1, Tier.G3: 2, Tier.G4: 4}
 _G4_BIT = _BITS[Tier.G4]
 ALL_TIERS = 7
 """Set of all lower tiers, as bits."""
+LOCAL_TIERS = 3
+"""Those of a daemon's own machine: G2 and G3."""
 _WIDTH = 3
 """Bits of one daemon."""
 _BEST = tuple(next((int(t) for t in LOWER_TIERS if _BITS[t] & bits), 0) for bits in range(8))
@@ -46,16 +48,18 @@ class Overlap:
     g2: int = 0
     g3: int = 0
     g4: int = 0
+    peer: int = 0
+    """From the memory of other nodes."""
 
     @property
     def lower(self) -> int:
-        """Usable blocks below G1."""
-        return self.g2 + self.g3 + self.g4
+        """Usable blocks beyond G1."""
+        return self.g2 + self.g3 + self.g4 + self.peer
 
     @property
     def total(self) -> int:
         """Usable blocks in all tiers."""
-        return self.g1 + self.g2 + self.g3 + self.g4
+        return self.g1 + self.g2 + self.g3 + self.g4 + self.peer
 
 
 class TierSpace:
@@ -105,6 +109,11 @@ class Holding:
         """What the daemon has measured."""
         self._counts = dict.fromkeys(LOWER_TIERS, 0)
         self._xors = dict.fromkeys(LOWER_TIERS, 0)
+
+    @property
+    def g2_flag(self) -> int:
+        """Its bit for G2."""
+        return 1 << self.shift
 
     @property
     def g4_flag(self) -> int:
@@ -207,6 +216,8 @@ class Reach:
     remote: int
     """Bits of all daemons' G4 that is its own as well."""
     rates: dict[Tier, TierRate]
+    peers: int = 0
+    """Bits of the host memory of all daemons that it can fetch from."""
 
 
 @dataclass(slots=True)
@@ -217,7 +228,8 @@ class Run:
     g3: int = 0
     g4: int = 0
     below: int | None = None
-    """Number in the prompt of its first block below G2."""
+    """Number in the prompt of its first block that is not in G2."""
+    peer: int = 0
 
 
 class TierWalk:
@@ -228,43 +240,58 @@ class TierWalk:
         self._limit = min(limit, len(keys))
         self._get = space.masks.get
         self._masks: dict[int, list[int]] = {}
-        self._tiers: dict[tuple[int, int, int, int], bytes] = {}
-        self._runs: dict[tuple[int, int, int, int], Run] = {}
+        self._tiers: dict[tuple[int, int, int, int, int], bytes] = {}
+        self._runs: dict[tuple[int, int, int, int, int], Run] = {}
 
-    def run(self, reach: Reach, start: int, worth: int = ALL_TIERS) -> Run:
+    def run(self, reach: Reach, start: int, worth: int = ALL_TIERS, *, fetch: bool = False) -> Run:
         """The run from block number `start` on, up to the first hole.
 
-        A block that is in no tier out of `worth` (bits) is a hole. Treat the answer as immutable.
+        A block that is in no tier out of `worth` (bits) is a hole, unless (`fetch`) a peer has it.
+        Treat the answer as immutable.
         """
-        who = reach.shift, reach.remote, worth, start
+        peers = reach.peers if fetch else 0
+        who = reach.shift, reach.remote, worth, start, peers
         found = self._runs.get(who)
         if found is None:
-            found = self._runs[who] = self._run(reach, start, worth)
+            found = self._runs[who] = self._run(reach, start, worth, peers)
         return found
 
-    def _run(self, reach: Reach, start: int, worth: int) -> Run:
+    def masks(self, start: int, end: int) -> list[int]:
+        """Where each block is, from number `start` to before `end`."""
+        masks: list[int] = []
+        for chunk in range(start // _CHUNK, -(-end // _CHUNK)):
+            masks += self._chunk(chunk)
+        skip = start - start % _CHUNK
+        return masks[start - skip : end - skip]
+
+    def _run(self, reach: Reach, start: int, worth: int, peers: int) -> Run:
         run = Run()
         while start < self._limit:
             chunk, skip = divmod(start, _CHUNK)
-            tiers = self._best(reach, worth, chunk)
+            tiers = self._best(reach, worth, peers, chunk)
             hole = tiers.find(0, skip)
             end = len(tiers) if hole < 0 else hole
             g2, g3 = tiers.count(2, skip, end), tiers.count(3, skip, end)
             lower = end - skip - g2
             if lower and run.below is None:
-                found = [tiers.find(tier, skip, end) for tier in (Tier.G3, Tier.G4)]
+                found = [tiers.find(tier, skip, end) for tier in (Tier.G3, Tier.G4, Tier.PEER)]
                 run.below = chunk * _CHUNK + min(at for at in found if at >= 0)
             run.g2 += g2
             run.g3 += g3
-            run.g4 += lower - g3
+            fetched = tiers.count(Tier.PEER, skip, end) if peers else 0
+            run.g4 += lower - g3 - fetched
+            run.peer += fetched
             if hole >= 0:
                 break
             start = (chunk + 1) * _CHUNK
         return run
 
-    def _best(self, reach: Reach, worth: int, chunk: int) -> bytes:
-        """Number of the best tier of each block of a chunk; 0: there is none."""
-        who = reach.shift, reach.remote, worth, chunk
+    def _best(self, reach: Reach, worth: int, peers: int, chunk: int) -> bytes:
+        """Number of the best tier of each block of a chunk; 0: there is none.
+
+        Memory of a peer is nearer than remote storage, as daemons have it, too.
+        """
+        who = reach.shift, reach.remote, worth, peers, chunk
         tiers = self._tiers.get(who)
         if tiers is None:
             masks = self._chunk(chunk)
@@ -274,6 +301,8 @@ class TierWalk:
                 if mask & reach.remote:
                     bits |= _G4_BIT
                 best[mask] = _BEST[bits & worth]
+                if mask & peers and best[mask] in (0, Tier.G4):
+                    best[mask] = int(Tier.PEER)
             tiers = self._tiers[who] = bytes(map(best.__getitem__, masks))
         return tiers
 

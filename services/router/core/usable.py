@@ -13,7 +13,8 @@ from services.router.core.index import PrefixIndex
 from services.router.core.load import LoadBook
 from services.router.core.nodes import NodeTable
 from services.router.core.onboard import OnboardModel
-from services.router.core.tiers import Overlap, Reach, TierSpace, TierWalk
+from services.router.core.peers import PeerHint, peer_hints
+from services.router.core.tiers import LOCAL_TIERS, Overlap, Reach, TierSpace, TierWalk
 from services.router.core.workers import WorkerInfo
 
 
@@ -27,7 +28,9 @@ class Usable:
     mates: float
     """Requests in flight there that share the prompt."""
     below: int | None = None
-    """Number of the first block that would come from below G2."""
+    """Number of the first block that is not in G2 of its node."""
+    recompute_block_s: float = 0.0
+    """Seconds that the worker takes to compute a block."""
 
 
 class Prompt:
@@ -80,17 +83,26 @@ class Prompt:
         reach = self._reach(info) if info.kvbm and own < self._limit else None
         if reach is None:
             return Usable(Overlap(own), 0.0, crowd)
-        costs = self._onboard.costs(reach.rates, self._block_size / prefill_rate)
-        run = self._walk(reach.space).run(reach, own, costs.worth)
-        overlap = Overlap(own, run.g2, run.g3, run.g4)
-        return Usable(overlap, costs.seconds(overlap), crowd, run.below)
+        recompute_block_s = self._block_size / prefill_rate
+        costs = self._onboard.costs(reach.rates, recompute_block_s)
+        run = self._walk(reach.space).run(reach, own, costs.worth, fetch=costs.fetch)
+        overlap = Overlap(own, run.g2, run.g3, run.g4, run.peer)
+        return Usable(overlap, costs.seconds(overlap), crowd, run.below, recompute_block_s)
 
     def prefetch(self, info: WorkerInfo, usable: Usable) -> Prefetch | None:
         """What the worker's daemon may bring up while the request is on its way."""
         if usable.below is None:
             return None
-        keys = self._keys[usable.below : usable.overlap.total]
-        return Prefetch(info.kvbm, info.namespace, keys)
+        first, end = usable.below, usable.overlap.total
+        peers: tuple[PeerHint, ...] = ()
+        reach = self._reach(info) if usable.overlap.peer else None
+        if reach is not None:
+            nodes = self._nodes.fetchable(info.kvbm, info.namespace, self._now)
+            masks = self._walk(reach.space).masks(first, end)
+            # What the node has on its own disk it brings up from there.
+            peers = peer_hints(masks, LOCAL_TIERS << reach.shift, nodes)
+        keys = self._keys[first:end]
+        return Prefetch(info.kvbm, info.namespace, keys, peers, usable.recompute_block_s)
 
     def _walk(self, space: TierSpace) -> TierWalk:
         walk = self._walks.get(id(space))

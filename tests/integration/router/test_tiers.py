@@ -240,3 +240,40 @@ async def test_a_worker_may_change_its_daemon(cluster: Cluster) -> None:
     for kvbm, want in (("n0", 20), ("", 0), ("elsewhere", 0), ("n0", 20)):
         await cluster.registrations["w0"].update(replace(w0.instance, kvbm=kvbm))
         await until("usable", lambda: usable(router), {"w0": (0, want, 0, 0)})
+
+
+async def test_a_node_is_told_who_else_has_the_blocks(cluster: Cluster) -> None:
+    """Those of nodes that blocks are fetched from, as usable as they cost, and as a hint."""
+    n0 = await node_of(cluster, "n0", transfer="nixl")
+    n1 = await node_of(cluster, "n1", transfer="nixl")
+    n2 = await node_of(cluster, "n2")
+    n1.store(Tier.G2, KEYS[4:12])
+    n2.store(Tier.G2, KEYS)
+    await cluster.worker("w0", kvbm="n0")
+    router = await cluster.router()
+    await ready(router, "w0", "n0", "n1", "n2")
+    n0.store(Tier.G2, KEYS[:4])
+    await until(
+        "tiers", lambda: tiers(router), {"n0": {"G2": 4}, "n1": {"G2": 8}, "n2": {"G2": 20}}
+    )
+
+    async def fetched() -> Any:
+        card = await router.stub.Explain(pb.ExplainRequest(request=request(KEYS)), timeout=5)
+        return [(c.g2_tokens, c.peer_tokens) for c in card.candidates]
+
+    async def hints() -> Any:
+        return [
+            (list(p.short_keys), [(h.node, h.first_block, h.blocks) for h in p.peers])
+            for p in n0.prefetches
+        ]
+
+    await until("usable", fetched, [(4 * 16, 8 * 16)])
+    n0.rate(Tier.PEER, 1000.0)
+    await until("the price", fetched, [(4 * 16, 0)])
+    n0.rate(Tier.PEER, 0.0001)
+    await until("the price", fetched, [(4 * 16, 8 * 16)])
+    answer = await router.route(KEYS)
+    assert answer.predicted_cached_tokens == 12 * 16
+    await until("hints", hints, [(KEYS[4:12], [("n1", 0, 8)])])
+    assert n0.prefetches[0].recompute_block_s > 0
+    assert (await router.stats()).unknown_events == 0

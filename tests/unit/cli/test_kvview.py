@@ -10,6 +10,8 @@ from services.cli.adapters.kvbm import (
     Cleared,
     Explanation,
     GateRow,
+    NodeStats,
+    PeerRow,
     Scrubbed,
     TierRow,
     TierUse,
@@ -64,6 +66,28 @@ def test_explanations_join_neighbours_that_are_alike() -> None:
     assert "0-1" in text and "G2 G3" in text
     assert "slower-than-recompute" in text and "missing" in text
     assert "12 loads" in text and "refused" in text and "8 ms" in text
+
+
+def test_blocks_of_other_nodes_are_named_with_their_node() -> None:
+    blocks = (
+        Verdict(0, ("g2",), True, "ready", 0, 0, 1),
+        Verdict(1, (), True, "fetch", 0, 0, 0, "node-a"),
+        Verdict(2, (), True, "fetch", 0, 0, 0, "node-a"),
+        Verdict(3, (), True, "fetch", 0, 0, 0, "node-b"),
+    )
+    gate = (GateRow("peer node-a", 0.002, 0.05, 12, True, 0.052),)
+    text = shown(
+        kvview.explanation_view(Explanation(blocks, gate, 0.008, ""), [bytes(32)] * 4, None)
+    )
+    assert "1-2" in text and "at node-a" in text and "at node-b" in text
+    assert "peer node-a" in text and "refused" in text
+    stats = NodeStats(
+        "n0", 1, (), (), (), {}, 0, "ok: nixl-ucx",
+        (PeerRow("node-a", "10.0.0.2:8300", "avoided: timeout: no end", 7, 1),),
+    )  # fmt: skip
+    text = shown(kvview.stats_view(stats))
+    assert "blocks of other nodes: ok: nixl-ucx" in text
+    assert "10.0.0.2:8300" in text and "avoided: timeout" in text and "7" in text
 
 
 def test_clearing_and_scrubbing_in_words() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.events.model import Tier
 from services.kvbm.core.gate import DEFAULTS, LATE, SLOWER, Gate, TierRate
+from services.kvbm.core.peers import PeerId
 
 G2, G3, G4 = Tier.G2, Tier.G3, Tier.G4
 FAST = {G2: TierRate(0.001, 0.0001), G3: TierRate(0.002, 0.001), G4: TierRate(0.05, 0.01)}
@@ -85,7 +86,8 @@ def test_nonsense_is_not_learned() -> None:
     for blocks, seconds in ((0, 1.0), (-1, 1.0), (4, -1.0), (4, float("nan")), (4, float("inf"))):
         gate.observe(G3, blocks, seconds, 0)
     gate.observe(Tier.G1, 4, 1.0, 0)
-    assert dict(gate.rates()) == FAST
+    assert {t: r for t, r in gate.rates().items() if t in FAST} == FAST
+    assert gate.rates()[Tier.PEER] == Gate().rates()[Tier.PEER]
 
 
 @given(
@@ -251,3 +253,56 @@ def test_blocks_that_only_hang_on_a_refused_tier_are_not_held_against_theirs() -
     gate = Gate(rates)
     assert gate.decide([G3, G2, G2], 0.008, 0.0, 0).blocks == 0
     assert gate.decide([G2] * 8, 0.008, 0.0, 0).blocks == 8
+
+
+# Peers.
+
+A, B = PeerId("a"), PeerId("b")
+
+
+def test_a_new_peer_is_thought_to_be_as_the_others_are() -> None:
+    gate = Gate(FAST)
+    for number in range(20):
+        gate.observe(A, 8 + number % 2, 0.1 + (8 + number % 2) * 0.02, number)
+    assert gate.rate(A).seconds(8) == pytest.approx(0.26, rel=0.05)
+    assert gate.rate(B).seconds(8) == pytest.approx(gate.rates()[Tier.PEER].seconds(8))
+    assert gate.rate(B).samples == 0 and gate.rate(A).samples == 20
+    assert set(gate.rates()) == {*FAST, Tier.PEER}, "peers are not told apart to routers"
+
+
+def test_each_peer_is_priced_by_itself() -> None:
+    gate = Gate(FAST)
+    for number in range(5):
+        gate.observe(A, 8, 0.008, number)
+        gate.observe(B, 8, 8.0, number)
+    run = [G2, A, A, A, A, B, B]
+    verdict = gate.decide(run, 0.1, 0.0, 10, dry_run=True)
+    assert verdict.blocks == 5 and verdict.reason == "slower-than-recompute"
+    assert not verdict.tiers[A].refused and verdict.tiers[B].refused
+    assert gate.decide([B, B, A, A], 0.1, 0.0, 10, dry_run=True).blocks == 0
+    assert gate.decide([B] * 8, 0.1, 60.0, 10, dry_run=True).blocks == 8, "the queue hides it"
+    late = gate.decide([B] * 8, 2.0, 0.0, 10, limit_s=0.3, dry_run=True)
+    assert (late.blocks, late.reason) == (0, "promotion-limit")
+
+
+def test_a_refused_peer_is_probed_and_one_that_lives_anew_starts_anew() -> None:
+    gate = Gate(FAST)
+    gate.observe(A, 8, 8.0, 0)
+    gate.observe(A, 8, 8.0, 0)
+    assert gate.decide([A] * 20, 0.01, 0.0, 1).probe is None
+    probe = gate.decide([A] * 20, 0.01, 0.0, 6).probe
+    assert probe is not None and (probe.tier, probe.first, probe.count) == (A, 0, 8)
+    assert gate.decide([A] * 20, 0.01, 0.0, 7).probe is None
+    gate.forget(A)
+    assert gate.rate(A).samples == 0
+    gate.forget(G3)
+    assert gate.rates()[G3] == FAST[G3]
+
+
+def test_peers_told_apart_are_bounded() -> None:
+    gate = Gate(FAST)
+    for number in range(3000):
+        gate.observe(PeerId(f"n{number}"), 4, 0.01, number)
+    assert gate.rate(PeerId("n2999")).samples == 1
+    assert gate.rate(PeerId("n0")).samples == 0
+    assert len(gate._estimates) <= 1024 + 4 + 1

@@ -21,6 +21,8 @@ from tests.unit.router.test_placement import KEYS, SIZE, Rig
 
 SPACE = b"n" * 32
 OTHER = b"o" * 32
+BLOCK_S = SIZE / 4000
+"""What a worker takes to compute a block, until it was measured."""
 
 
 class NodeRig(Rig):
@@ -179,11 +181,11 @@ def test_what_lies_below_g2_is_named_for_prefetching() -> None:
     rig.core.release(first.attempt_id)
     rig.tier("n0", Tier.G3, KEYS[5:7])
     rig.tier("n0", Tier.G2, KEYS[7:9])
-    assert rig.place(pinned="w1").prefetch == Prefetch("n0", SPACE, list(KEYS[5:9]))
+    assert rig.place(pinned="w1").prefetch == Prefetch("n0", SPACE, list(KEYS[5:9]), (), BLOCK_S)
     assert rig.place(pinned="w1").prefetch is None, "the request before brings them"
     rig = NodeRig()
     rig.tier("n1", Tier.G4, KEYS)
-    assert rig.place(pinned="w2").prefetch == Prefetch("n1", SPACE, list(KEYS))
+    assert rig.place(pinned="w2").prefetch == Prefetch("n1", SPACE, list(KEYS), (), BLOCK_S)
     assert rig.place(pinned="w3").prefetch is None
 
 

@@ -35,6 +35,8 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     """G3: local disk of the node, kept by kvbm."""
     TIER_G4: _Tier.ValueType  # 4
     """G4: remote storage shared by nodes, kept by kvbm."""
+    TIER_PEER: _Tier.ValueType  # 5
+    """Host memory of other nodes' daemons. No block is stored here: in rates only."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
     """Where a KV block lies. A receiver that meets a tier it doesn't know drops the event and counts it;
@@ -51,6 +53,8 @@ TIER_G3: Tier.ValueType  # 3
 """G3: local disk of the node, kept by kvbm."""
 TIER_G4: Tier.ValueType  # 4
 """G4: remote storage shared by nodes, kept by kvbm."""
+TIER_PEER: Tier.ValueType  # 5
+"""Host memory of other nodes' daemons. No block is stored here: in rates only."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 class _Role:

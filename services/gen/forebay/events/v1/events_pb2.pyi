@@ -479,7 +479,7 @@ class TierRate(_message.Message):
     LATENCY_S_FIELD_NUMBER: _builtins.int
     BLOCK_S_FIELD_NUMBER: _builtins.int
     tier: _common_pb2.Tier.ValueType
-    """Tier from which blocks come: from G2 into the engine, from G3 and G4 into G2."""
+    """Tier from which blocks come: from G2 into the engine, from G3, G4 and peers into G2."""
     latency_s: _builtins.float
     """Seconds before the first block arrives."""
     block_s: _builtins.float

@@ -434,6 +434,7 @@ class LookupRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     PROMOTE_MS_FIELD_NUMBER: _builtins.int
     LIMIT_BLOCKS_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """Namespace, 32 bytes."""
     tenant: _builtins.str
@@ -454,6 +455,12 @@ class LookupRequest(_message.Message):
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Full hashes of the prompt's full blocks from its start on, 32 bytes each."""
 
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHint]:
+        """Other nodes that hold some of `keys`, as the caller heard; empty: the daemon goes by what it was told
+        before (`Prefetch`), or asks.
+        """
+
     def __init__(
         self,
         *,
@@ -465,14 +472,45 @@ class LookupRequest(_message.Message):
         wait_s: _builtins.float = ...,
         promote_ms: _builtins.int = ...,
         limit_blocks: _builtins.int = ...,
+        peers: _abc.Iterable[Global___PeerHint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "limit_blocks", b"limit_blocks", "namespace", b"namespace", "promote_ms", b"promote_ms", "recompute_block_s", b"recompute_block_s", "skip_blocks", b"skip_blocks", "tenant", b"tenant", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "limit_blocks", b"limit_blocks", "namespace", b"namespace", "peers", b"peers", "promote_ms", b"promote_ms", "recompute_block_s", b"recompute_block_s", "skip_blocks", b"skip_blocks", "tenant", b"tenant", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
+
+@_typing.final
+class PeerHint(_message.Message):
+    """Another node that holds blocks of a prompt in host memory. A hint: it may be wrong."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """Id of that node's daemon, as in discovery."""
+    first_block: _builtins.int
+    """Number of its first block in the list of keys that the request has."""
+    blocks: _builtins.int
+    """How many blocks from there on."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        first_block: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerHint: _TypeAlias = PeerHint  # noqa: Y015
 
 @_typing.final
 class LeasedBlock(_message.Message):
@@ -707,8 +745,14 @@ class PrefetchRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     SHORT_KEYS_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_BLOCK_S_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """Namespace, 32 bytes."""
+    recompute_block_s: _builtins.float
+    """Seconds the engine that the request goes to takes to compute a block; 0: not known, and the daemon's
+    own default holds.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Full hashes, 32 bytes each; or, when empty:"""
@@ -717,16 +761,22 @@ class PrefetchRequest(_message.Message):
     def short_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """low 64 bits of the hashes, as routers know them."""
 
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHint]:
+        """Other nodes that hold some of them."""
+
     def __init__(
         self,
         *,
         namespace: _builtins.bytes = ...,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         short_keys: _abc.Iterable[_builtins.int] | None = ...,
+        peers: _abc.Iterable[Global___PeerHint] | None = ...,
+        recompute_block_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespace", b"namespace", "short_keys", b"short_keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespace", b"namespace", "peers", b"peers", "recompute_block_s", b"recompute_block_s", "short_keys", b"short_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1001,13 +1051,14 @@ class BlockVerdict(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     PINS_FIELD_NUMBER: _builtins.int
     HITS_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Number of the block in the prompt."""
     load: _builtins.bool
     """True: it would be loaded."""
     reason: _builtins.str
-    """Why, or why not: "in-engine", "ready", "promote", "missing", "after-hole", "slower-than-recompute",
-    "promotion-limit", "tier-degraded", "limit".
+    """Why, or why not: "in-engine", "ready", "promote", "fetch" (from a peer), "ask" (peers are asked for
+    it), "missing", "after-hole", "slower-than-recompute", "promotion-limit", "tier-degraded", "limit".
     """
     leases: _builtins.int
     """Leases on it now."""
@@ -1015,6 +1066,8 @@ class BlockVerdict(_message.Message):
     """Pins on it now."""
     hits: _builtins.int
     """Times it was found since it was stored."""
+    peer: _builtins.str
+    """Node from whose memory it would come; empty: it is here, or nobody is known to have it."""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Tier.ValueType]:
         """Tiers it lies in, best first; empty: nowhere."""
@@ -1029,10 +1082,11 @@ class BlockVerdict(_message.Message):
         leases: _builtins.int = ...,
         pins: _builtins.int = ...,
         hits: _builtins.int = ...,
+        peer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "leases", b"leases", "load", b"load", "pins", b"pins", "position", b"position", "reason", b"reason", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "leases", b"leases", "load", b"load", "peer", b"peer", "pins", b"pins", "position", b"position", "reason", b"reason", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1090,6 +1144,7 @@ class ExplainResponse(_message.Message):
     GATE_FIELD_NUMBER: _builtins.int
     RECOMPUTE_BLOCK_S_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     recompute_block_s: _builtins.float
     """Seconds a block takes to compute, as assumed."""
     reason: _builtins.str
@@ -1102,6 +1157,10 @@ class ExplainResponse(_message.Message):
     def gate(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateTier]:
         """For each tier."""
 
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatePeer]:
+        """For each peer that blocks would come from."""
+
     def __init__(
         self,
         *,
@@ -1109,14 +1168,57 @@ class ExplainResponse(_message.Message):
         gate: _abc.Iterable[Global___GateTier] | None = ...,
         recompute_block_s: _builtins.float = ...,
         reason: _builtins.str = ...,
+        peers: _abc.Iterable[Global___GatePeer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "gate", b"gate", "reason", b"reason", "recompute_block_s", b"recompute_block_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "gate", b"gate", "peers", b"peers", "reason", b"reason", "recompute_block_s", b"recompute_block_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class GatePeer(_message.Message):
+    """What the gate knows of one peer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BLOCK_S_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """Id of its daemon; empty: whoever has it, when peers are asked."""
+    latency_s: _builtins.float
+    """Seconds before the first block arrives."""
+    block_s: _builtins.float
+    """Seconds a block."""
+    samples: _builtins.int
+    """Fetches that were measured; 0: what all peers take, or published defaults."""
+    refused: _builtins.bool
+    """True: refused as slower than computing, at the figures of the request."""
+    predicted_s: _builtins.float
+    """Predicted seconds for the blocks in question."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        latency_s: _builtins.float = ...,
+        block_s: _builtins.float = ...,
+        samples: _builtins.int = ...,
+        refused: _builtins.bool = ...,
+        predicted_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_s", b"block_s", "latency_s", b"latency_s", "node", b"node", "predicted_s", b"predicted_s", "refused", b"refused", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatePeer: _TypeAlias = GatePeer  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):
@@ -1302,6 +1404,7 @@ class StatsResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     ADOPTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """Stable id of the daemon."""
     incarnation: _builtins.int
@@ -1324,6 +1427,10 @@ class StatsResponse(_message.Message):
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Counters by their Prometheus name without prefix ("corrupt_blocks", "onboard_blocks_h2d", ...)."""
 
+    @_builtins.property
+    def peers(self) -> Global___PeerStats:
+        """Blocks of other nodes, and for them."""
+
     def __init__(
         self,
         *,
@@ -1334,14 +1441,97 @@ class StatsResponse(_message.Message):
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         adopted_blocks: _builtins.int = ...,
+        peers: Global___PeerStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_blocks", b"adopted_blocks", "counters", b"counters", "incarnation", b"incarnation", "namespaces", b"namespaces", "node", b"node", "tenants", b"tenants", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_blocks", b"adopted_blocks", "counters", b"counters", "incarnation", b"incarnation", "namespaces", b"namespaces", "node", b"node", "peers", b"peers", "tenants", b"tenants", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class PeerStats(_message.Message):
+    """Figures of the exchange with other nodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    WINDOW_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_USED_BYTES_FIELD_NUMBER: _builtins.int
+    EXPORTS_FIELD_NUMBER: _builtins.int
+    AGENTS_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"off: ...", "ok: nixl-ucx", or "failed: ..." with a cause."""
+    window_bytes: _builtins.int
+    """Bytes that peers may read at most at a time."""
+    window_used_bytes: _builtins.int
+    """Bytes of it in use."""
+    exports: _builtins.int
+    """Exports that were neither ended nor have expired."""
+    agents: _builtins.int
+    """Agents that read from peers."""
+    @_builtins.property
+    def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerView]:
+        """By peer that is known."""
+
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        window_bytes: _builtins.int = ...,
+        window_used_bytes: _builtins.int = ...,
+        exports: _builtins.int = ...,
+        agents: _builtins.int = ...,
+        known: _abc.Iterable[Global___PeerView] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "exports", b"exports", "known", b"known", "state", b"state", "window_bytes", b"window_bytes", "window_used_bytes", b"window_used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerStats: _TypeAlias = PeerStats  # noqa: Y015
+
+@_typing.final
+class PeerView(_message.Message):
+    """What is known of one peer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """Id of its daemon."""
+    address: _builtins.str
+    """Its gRPC address."""
+    state: _builtins.str
+    """"ok", "connected", or "avoided: ..." with a cause."""
+    fetched_blocks: _builtins.int
+    """Blocks fetched from it."""
+    failures: _builtins.int
+    """Fetches that failed."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        address: _builtins.str = ...,
+        state: _builtins.str = ...,
+        fetched_blocks: _builtins.int = ...,
+        failures: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "failures", b"failures", "fetched_blocks", b"fetched_blocks", "node", b"node", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerView: _TypeAlias = PeerView  # noqa: Y015
 
 @_typing.final
 class SnapshotRequest(_message.Message):
@@ -1651,3 +1841,257 @@ class ScrubResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScrubResponse: _TypeAlias = ScrubResponse  # noqa: Y015
+
+@_typing.final
+class LocateRequest(_message.Message):
+    """Asks what is here of a prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """Namespace, 32 bytes."""
+    @_builtins.property
+    def geometry(self) -> Global___Geometry:
+        """How the caller's blocks are made up; must be the same here."""
+
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Full hashes of consecutive blocks of a prompt, 32 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        geometry: Global___Geometry | None = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "keys", b"keys", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
+
+@_typing.final
+class LocateResponse(_message.Message):
+    """What is here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """How many of them, from the first on, are in host memory."""
+    incarnation: _builtins.int
+    """Incarnation of the daemon."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
+
+@_typing.final
+class ExportRequest(_message.Message):
+    """Asks to put blocks where they can be read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    SHORT_KEYS_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """Namespace, 32 bytes."""
+    node: _builtins.str
+    """Id of the caller's daemon, for people."""
+    incarnation: _builtins.int
+    """Incarnation of the caller."""
+    agent: _builtins.str
+    """Name of this daemon's agent that the caller knows; empty: none."""
+    @_builtins.property
+    def geometry(self) -> Global___Geometry:
+        """How the caller's blocks are made up; must be the same here."""
+
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Full hashes of consecutive blocks of a prompt, 32 bytes each; or, when empty:"""
+
+    @_builtins.property
+    def short_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """low 64 bits of the hashes."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        geometry: Global___Geometry | None = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        short_keys: _abc.Iterable[_builtins.int] | None = ...,
+        node: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        agent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "geometry", b"geometry", "incarnation", b"incarnation", "keys", b"keys", "namespace", b"namespace", "node", b"node", "short_keys", b"short_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportRequest: _TypeAlias = ExportRequest  # noqa: Y015
+
+@_typing.final
+class ExportedBlock(_message.Message):
+    """A block in the window."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    header: _builtins.bytes
+    """Its sealed slot header, 256 bytes, as in arenas: key, parent, generation, length, checksums, and a
+    checksum of all that with the namespace.
+    """
+    address: _builtins.int
+    """Address of its payload, in the process that the agent names."""
+    length: _builtins.int
+    """Bytes of its payload."""
+    def __init__(
+        self,
+        *,
+        header: _builtins.bytes = ...,
+        address: _builtins.int = ...,
+        length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "header", b"header", "length", b"length"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportedBlock: _TypeAlias = ExportedBlock  # noqa: Y015
+
+@_typing.final
+class ExportResponse(_message.Message):
+    """What can be read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPORT_FIELD_NUMBER: _builtins.int
+    EXPIRES_MS_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    AVAILABLE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    export: _builtins.int
+    """Names the export; 0: nothing was exported."""
+    expires_ms: _builtins.int
+    """Milliseconds until it expires."""
+    agent: _builtins.str
+    """Name of the NIXL agent to read from. Another one than before: it has restarted."""
+    agent_metadata: _builtins.bytes
+    """How to reach it; empty when the caller knows that agent."""
+    available: _builtins.int
+    """Leading blocks of what was asked for that are here, exported or not."""
+    incarnation: _builtins.int
+    """Incarnation of the daemon."""
+    reason: _builtins.str
+    """Why not all that are available: "", "part" (ask again for the rest), "window-full",
+    "block-too-large", "agent-away".
+    """
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExportedBlock]:
+        """The leading blocks of what was asked for, as far as there was room."""
+
+    def __init__(
+        self,
+        *,
+        export: _builtins.int = ...,
+        expires_ms: _builtins.int = ...,
+        agent: _builtins.str = ...,
+        agent_metadata: _builtins.bytes = ...,
+        blocks: _abc.Iterable[Global___ExportedBlock] | None = ...,
+        available: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "agent_metadata", b"agent_metadata", "available", b"available", "blocks", b"blocks", "expires_ms", b"expires_ms", "export", b"export", "incarnation", b"incarnation", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportResponse: _TypeAlias = ExportResponse  # noqa: Y015
+
+@_typing.final
+class EndExportRequest(_message.Message):
+    """Ends exports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPORTS_FIELD_NUMBER: _builtins.int
+    BAD_KEYS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """Their namespace, 32 bytes."""
+    @_builtins.property
+    def exports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Exports."""
+
+    @_builtins.property
+    def bad_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Full hashes of blocks whose bytes were not what they should be, 32 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        exports: _abc.Iterable[_builtins.int] | None = ...,
+        bad_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        namespace: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_keys", b"bad_keys", "exports", b"exports", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndExportRequest: _TypeAlias = EndExportRequest  # noqa: Y015
+
+@_typing.final
+class EndExportResponse(_message.Message):
+    """They have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDED_FIELD_NUMBER: _builtins.int
+    ended: _builtins.int
+    """Exports that were known."""
+    def __init__(
+        self,
+        *,
+        ended: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndExportResponse: _TypeAlias = EndExportResponse  # noqa: Y015

@@ -115,6 +115,21 @@ class KvbmServiceStub:
                 request_serializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ScrubRequest.SerializeToString,
                 response_deserializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ScrubResponse.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/forebay.kvbm.v1.KvbmService/Locate',
+                request_serializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.LocateRequest.SerializeToString,
+                response_deserializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.LocateResponse.FromString,
+                _registered_method=True)
+        self.Export = channel.unary_unary(
+                '/forebay.kvbm.v1.KvbmService/Export',
+                request_serializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ExportRequest.SerializeToString,
+                response_deserializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ExportResponse.FromString,
+                _registered_method=True)
+        self.EndExport = channel.unary_unary(
+                '/forebay.kvbm.v1.KvbmService/EndExport',
+                request_serializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.EndExportRequest.SerializeToString,
+                response_deserializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.EndExportResponse.FromString,
+                _registered_method=True)
 
 
 class KvbmServiceServicer:
@@ -251,6 +266,32 @@ class KvbmServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Locate(self, request, context):
+        """Between daemons: how much of a prefix is in host memory here. Codes: FAILED_PRECONDITION
+        (PEERS_OFF). Idempotent. Another geometry, or an unknown namespace, is an answer of 0.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Export(self, request, context):
+        """Between daemons: copies leading blocks of a prefix into the window that peers may read by NIXL, as
+        many as there is room for. They stay until `EndExport` or until they expire; whoever reads later
+        finds other bytes, and by their checksum knows. Codes: INVALID_ARGUMENT, FAILED_PRECONDITION
+        (PEERS_OFF). Not idempotent; may be retried. Another geometry, or an unknown namespace, is an
+        answer without blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndExport(self, request, context):
+        """Between daemons: the blocks of these exports have been read. Codes: none of its own. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvbmServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -333,6 +374,21 @@ def add_KvbmServiceServicer_to_server(servicer, server):
                     servicer.Scrub,
                     request_deserializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ScrubRequest.FromString,
                     response_serializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ScrubResponse.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.LocateRequest.FromString,
+                    response_serializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.LocateResponse.SerializeToString,
+            ),
+            'Export': grpc.unary_unary_rpc_method_handler(
+                    servicer.Export,
+                    request_deserializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ExportRequest.FromString,
+                    response_serializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ExportResponse.SerializeToString,
+            ),
+            'EndExport': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndExport,
+                    request_deserializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.EndExportRequest.FromString,
+                    response_serializer=forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.EndExportResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -768,6 +824,87 @@ class KvbmService:
             '/forebay.kvbm.v1.KvbmService/Scrub',
             forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ScrubRequest.SerializeToString,
             forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ScrubResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.kvbm.v1.KvbmService/Locate',
+            forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.LocateRequest.SerializeToString,
+            forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Export(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.kvbm.v1.KvbmService/Export',
+            forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ExportRequest.SerializeToString,
+            forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.ExportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndExport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.kvbm.v1.KvbmService/EndExport',
+            forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.EndExportRequest.SerializeToString,
+            forebay_dot_kvbm_dot_v1_dot_kvbm__pb2.EndExportResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -101,6 +101,19 @@ class KvbmServiceStub:
     """Verifies the bytes of stored blocks now, and quarantines what is bad. Answers every now and then
     with progress, at last with the totals. Codes: NOT_FOUND. Idempotent.
     """
+    Locate: _grpc.UnaryUnaryMultiCallable[_kvbm_pb2.LocateRequest, _kvbm_pb2.LocateResponse]
+    """Between daemons: how much of a prefix is in host memory here. Codes: FAILED_PRECONDITION
+    (PEERS_OFF). Idempotent. Another geometry, or an unknown namespace, is an answer of 0.
+    """
+    Export: _grpc.UnaryUnaryMultiCallable[_kvbm_pb2.ExportRequest, _kvbm_pb2.ExportResponse]
+    """Between daemons: copies leading blocks of a prefix into the window that peers may read by NIXL, as
+    many as there is room for. They stay until `EndExport` or until they expire; whoever reads later
+    finds other bytes, and by their checksum knows. Codes: INVALID_ARGUMENT, FAILED_PRECONDITION
+    (PEERS_OFF). Not idempotent; may be retried. Another geometry, or an unknown namespace, is an
+    answer without blocks.
+    """
+    EndExport: _grpc.UnaryUnaryMultiCallable[_kvbm_pb2.EndExportRequest, _kvbm_pb2.EndExportResponse]
+    """Between daemons: the blocks of these exports have been read. Codes: none of its own. Idempotent."""
 
 @_typing.type_check_only
 class KvbmServiceAsyncStub(KvbmServiceStub):
@@ -169,6 +182,19 @@ class KvbmServiceAsyncStub(KvbmServiceStub):
     """Verifies the bytes of stored blocks now, and quarantines what is bad. Answers every now and then
     with progress, at last with the totals. Codes: NOT_FOUND. Idempotent.
     """
+    Locate: _aio.UnaryUnaryMultiCallable[_kvbm_pb2.LocateRequest, _kvbm_pb2.LocateResponse]  # type: ignore[assignment]
+    """Between daemons: how much of a prefix is in host memory here. Codes: FAILED_PRECONDITION
+    (PEERS_OFF). Idempotent. Another geometry, or an unknown namespace, is an answer of 0.
+    """
+    Export: _aio.UnaryUnaryMultiCallable[_kvbm_pb2.ExportRequest, _kvbm_pb2.ExportResponse]  # type: ignore[assignment]
+    """Between daemons: copies leading blocks of a prefix into the window that peers may read by NIXL, as
+    many as there is room for. They stay until `EndExport` or until they expire; whoever reads later
+    finds other bytes, and by their checksum knows. Codes: INVALID_ARGUMENT, FAILED_PRECONDITION
+    (PEERS_OFF). Not idempotent; may be retried. Another geometry, or an unknown namespace, is an
+    answer without blocks.
+    """
+    EndExport: _aio.UnaryUnaryMultiCallable[_kvbm_pb2.EndExportRequest, _kvbm_pb2.EndExportResponse]  # type: ignore[assignment]
+    """Between daemons: the blocks of these exports have been read. Codes: none of its own. Idempotent."""
 
 class KvbmServiceServicer(metaclass=_abc_1.ABCMeta):
     """One node's block manager. Errors carry google.rpc.ErrorInfo with a `reason` and the domain "forebay"."""
@@ -330,5 +356,36 @@ class KvbmServiceServicer(metaclass=_abc_1.ABCMeta):
         """Verifies the bytes of stored blocks now, and quarantines what is bad. Answers every now and then
         with progress, at last with the totals. Codes: NOT_FOUND. Idempotent.
         """
+
+    @_abc_1.abstractmethod
+    def Locate(
+        self,
+        request: _kvbm_pb2.LocateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvbm_pb2.LocateResponse, _abc.Awaitable[_kvbm_pb2.LocateResponse]]:
+        """Between daemons: how much of a prefix is in host memory here. Codes: FAILED_PRECONDITION
+        (PEERS_OFF). Idempotent. Another geometry, or an unknown namespace, is an answer of 0.
+        """
+
+    @_abc_1.abstractmethod
+    def Export(
+        self,
+        request: _kvbm_pb2.ExportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvbm_pb2.ExportResponse, _abc.Awaitable[_kvbm_pb2.ExportResponse]]:
+        """Between daemons: copies leading blocks of a prefix into the window that peers may read by NIXL, as
+        many as there is room for. They stay until `EndExport` or until they expire; whoever reads later
+        finds other bytes, and by their checksum knows. Codes: INVALID_ARGUMENT, FAILED_PRECONDITION
+        (PEERS_OFF). Not idempotent; may be retried. Another geometry, or an unknown namespace, is an
+        answer without blocks.
+        """
+
+    @_abc_1.abstractmethod
+    def EndExport(
+        self,
+        request: _kvbm_pb2.EndExportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvbm_pb2.EndExportResponse, _abc.Awaitable[_kvbm_pb2.EndExportResponse]]:
+        """Between daemons: the blocks of these exports have been read. Codes: none of its own. Idempotent."""
 
 def add_KvbmServiceServicer_to_server(servicer: KvbmServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

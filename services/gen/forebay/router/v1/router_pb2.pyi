@@ -500,6 +500,7 @@ class CandidateScore(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ELIGIBLE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    PEER_TOKENS_FIELD_NUMBER: _builtins.int
     g1_tokens: _builtins.int
     """Prompt tokens usable from G1, then from G2, G3 and G4 beyond that, contiguous from the start."""
     g2_tokens: _builtins.int
@@ -532,6 +533,8 @@ class CandidateScore(_message.Message):
     """False when it was not in choice at all (other model, suspect, draining, excluded)."""
     role: _common_pb2.Role.ValueType
     """Its routing label."""
+    peer_tokens: _builtins.int
+    """Usable tokens in the memory of other nodes, which its node's daemon can fetch."""
     @_builtins.property
     def worker(self) -> _common_pb2.Holder:
         """The worker."""
@@ -556,10 +559,11 @@ class CandidateScore(_message.Message):
         reason: _builtins.str = ...,
         eligible: _builtins.bool = ...,
         role: _common_pb2.Role.ValueType = ...,
+        peer_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "chosen", b"chosen", "eligible", b"eligible", "g1_tokens", b"g1_tokens", "g2_tokens", b"g2_tokens", "g3_tokens", b"g3_tokens", "g4_tokens", b"g4_tokens", "imposed_s", b"imposed_s", "onboard_s", b"onboard_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "queued_prefill_tokens", b"queued_prefill_tokens", "reason", b"reason", "role", b"role", "score_s", b"score_s", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "chosen", b"chosen", "eligible", b"eligible", "g1_tokens", b"g1_tokens", "g2_tokens", b"g2_tokens", "g3_tokens", b"g3_tokens", "g4_tokens", b"g4_tokens", "imposed_s", b"imposed_s", "onboard_s", b"onboard_s", "peer_tokens", b"peer_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "queued_prefill_tokens", b"queued_prefill_tokens", "reason", b"reason", "role", b"role", "score_s", b"score_s", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
