@@ -39,6 +39,7 @@ class _Transfer:
 @dataclass(slots=True)
 class _Region:
     memory: mmap.mmap
+    """Kept mapped, and registered, for as long as the process lives."""
     address: int
     registered: Any
 
@@ -74,10 +75,6 @@ class _Helper:
                 self._tell(id, metadata=self._open(request["open"]))
             elif "map" in request:
                 self._tell(id, **self._map(request["map"], request["length"], fds[0]))
-            elif "unmap" in request:
-                region = self._regions.pop(request["unmap"])
-                self._agent.deregister_memory(region.registered, ["UCX"])
-                self._tell(id)
             elif "peer" in request:
                 name = self._agent.add_remote_agent(base64.b64decode(request["peer"]))
                 self._tell(id, agent=name.decode() if isinstance(name, bytes) else name)

@@ -95,10 +95,6 @@ class PeerAgent:
         self.metadata = base64.b64decode(answer["metadata"])
         return self._regions, int(answer["address"])
 
-    async def unmap(self, region: int) -> None:
-        """Lets go of memory that is in no read. Raises PeerMoverError."""
-        await self._ask({"unmap": region}, timeout_s=_MAP_S)
-
     async def know(self, metadata: bytes, timeout_s: float) -> str:
         """Makes a peer's agent known; its name. Raises PeerMoverError."""
         request = {"peer": base64.b64encode(metadata).decode()}

@@ -21,13 +21,14 @@ from services.kvbm.config import KvbmSettings
 from services.kvbm.core.peers import PeerBook, PeerId, PeerInfo
 from services.kvbm.fetching import Fetches, wanted
 from services.kvbm.metrics import KvbmMetrics
+from services.kvbm.movers.nixl_peers import PeerMoverError
 from services.kvbm.node import Filled, Node
 from services.kvbm.owners import Owners
 from services.kvbm.space import Space
 from services.kvbm.tiers.exports import Exports
 from services.kvbm.tiers.host import HostTier
 from services.kvbm.tiers.peer import Peers
-from tests.fakes.peers import FakeCalls, Fault, World
+from tests.fakes.peers import FakeAgent, FakeCalls, Fault, World
 from tests.support.kvbm import NAMESPACE, SMALL, chain, content
 
 A, B = PeerId("a"), PeerId("b")
@@ -165,6 +166,26 @@ async def test_a_chain_comes_in_rounds_and_is_what_it_was(two: Callable[..., Any
         assert t.world.reads >= 4
         assert t.calls.exports <= t.world.reads + 1
         assert set(t.b.space.catalog.run(keys)) == {(Tier.G2,)}, "it lies nowhere else"
+        await t.at_rest()
+
+
+async def test_where_agents_cannot_be_had_there_are_no_peers(
+    two: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No NIXL, or none with UCX: said in words, and nothing else is different."""
+
+    async def refused(self: FakeAgent) -> None:
+        raise PeerMoverError("NIXL is not installed")
+
+    monkeypatch.setattr(FakeAgent, "start", refused)
+    keys = chain("alone", 4)
+    async with two() as t:
+        assert t.b.peers.state == "failed: NIXL is not installed" and not t.b.peers.works
+        t.b.peers.book.hint(A, [block_key(key) for key in keys], 0.0)
+        assert t.b.fetches.holder(block_key(keys[0])) is None
+        assert not t.b.fetches.may_ask(block_key(keys[0]))
+        t.b.save(keys)
+        assert t.b.good(keys) == 4
         await t.at_rest()
 
 
