@@ -103,7 +103,7 @@ class Fetches:
         """Whether there is anybody to ask, and not just now nobody had this block."""
         now_s = time.monotonic()
         book = self._peers.book
-        return self._peers.works and bool(book.to_ask(now_s)) and not book.is_absent(key, now_s)
+        return self._peers.works and book.any_usable(now_s) and not book.is_absent(key, now_s)
 
     # Asking.
 

@@ -128,6 +128,10 @@ class PeerBook:
         """All peers, and why each is avoided now (empty: it isn't)."""
         return [(p.info, p.why if p.until_s > now_s else "") for p in self._peers.values()]
 
+    def any_usable(self, now_s: float) -> bool:
+        """Whether there is anybody to ask."""
+        return any(peer.until_s <= now_s for peer in self._peers.values())
+
     def to_ask(self, now_s: float) -> list[PeerId]:
         """Whom to ask about a prompt: a bounded number of those usable, all in turn."""
         usable = sorted(id for id, p in self._peers.items() if p.until_s <= now_s)

@@ -21,13 +21,14 @@ from services.kvbm.config import KvbmSettings
 from services.kvbm.core.peers import PeerBook, PeerId, PeerInfo
 from services.kvbm.fetching import Fetches, wanted
 from services.kvbm.metrics import KvbmMetrics
+from services.kvbm.movers.nixl_peers import PeerMoverError
 from services.kvbm.node import Filled, Node
 from services.kvbm.owners import Owners
 from services.kvbm.space import Space
 from services.kvbm.tiers.exports import Exports
 from services.kvbm.tiers.host import HostTier
 from services.kvbm.tiers.peer import Peers
-from tests.fakes.peers import FakeCalls, Fault, World
+from tests.fakes.peers import FakeAgent, FakeCalls, Fault, World
 from tests.support.kvbm import NAMESPACE, SMALL, chain, content
 
 A, B = PeerId("a"), PeerId("b")

@@ -106,3 +106,15 @@ def test_few_are_asked_at_a_time_and_all_in_turn() -> None:
     peers.failed(PeerId("n3"), "away", 0)
     assert all(PeerId("n3") not in peers.to_ask(0.1) for _ in range(9))
     assert book("a", "b").to_ask(0) == [A, B]
+
+
+def test_looking_whether_there_is_anybody_takes_nobodys_turn() -> None:
+    peers = book(*(f"n{i}" for i in range(8)))
+    asked = set()
+    for _ in range(4):
+        assert peers.any_usable(0)
+        asked |= set(peers.to_ask(0))
+    assert len(asked) == 8
+    for number in range(8):
+        peers.failed(PeerId(f"n{number}"), "away", 0)
+    assert not peers.any_usable(0.1) and peers.to_ask(0.1) == []
