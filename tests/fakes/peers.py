@@ -120,6 +120,9 @@ class FakeAgent:
             self.alive = False
         raise PeerMoverError(f"fake: {fault}")
 
+    def expect(self, seconds: float) -> None:
+        """Nothing: what is shown is read at once."""
+
     def kill(self) -> None:
         self.alive = False
 

@@ -25,6 +25,8 @@ from typing import Any
 _MESSAGE_BYTES = 1 << 16
 _FIRST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.0005
+_REST_MS = 20
+"""Between two looks at a window that nobody is expected to read."""
 _MADV_POPULATE_WRITE = 23
 _PAGE = 4096
 
@@ -50,6 +52,10 @@ class _Helper:
         self._agent: Any = None
         self._regions: dict[int, _Region] = {}
         self._running: list[_Transfer] = []
+        self._shows = False
+        """Whether peers read from it: by TCP, what they read is sent by this process."""
+        self._expected_until = 0.0
+        """Until when they are expected to."""
         self._libc = ctypes.CDLL(None)
 
     def run(self) -> None:
@@ -57,19 +63,34 @@ class _Helper:
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
         while True:
-            if poller.poll(0 if self._running else None):
+            if poller.poll(self._patience_ms()):
                 message, fds, _, _ = socket.recv_fds(self._connection, _MESSAGE_BYTES, 1)
                 if not message:
                     return
                 self._take(json.loads(message), fds)
             self._running = [t for t in self._running if not self._over(t)]
+            if self._shows and self._agent is not None:
+                # NIXL's own thread would do it, and spin on a core of its own for ever.
+                self._agent.get_new_notifs()
+                if time.monotonic() < self._expected_until:
+                    time.sleep(_FIRST_NAP_S)
             if self._running:
                 # A part of what the youngest took so far: late by that at most.
                 nap = (time.monotonic() - self._running[-1].began) / 25
                 time.sleep(min(max(nap, _FIRST_NAP_S), _LONGEST_NAP_S))
 
+    def _patience_ms(self) -> int | None:
+        """How long to wait for a word of the daemon's; None: for ever."""
+        if self._running or time.monotonic() < self._expected_until:
+            return 0
+        return _REST_MS if self._shows else None
+
     def _take(self, request: dict[str, Any], fds: list[int]) -> None:
         id = request["id"]
+        if "expect" in request:
+            self._shows = True
+            self._expected_until = time.monotonic() + request["expect"]
+            return
         try:
             if "open" in request:
                 self._tell(id, metadata=self._open(request["open"]))
@@ -90,8 +111,7 @@ class _Helper:
         except ImportError:
             from nixl._api import nixl_agent, nixl_agent_config
         logging.disable(logging.INFO)
-        # Its own thread answers peers: by TCP, what they read is sent by this process.
-        config = nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
+        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = nixl_agent(name, config)
         return self._metadata()
 

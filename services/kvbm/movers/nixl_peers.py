@@ -111,6 +111,11 @@ class PeerAgent:
         request = {"read": read, "region": region, "agent": agent}
         await self._ask(request, timeout_s=timeout_s, late=TimeoutError)
 
+    def expect(self, seconds: float) -> None:
+        """Peers may read what it shows within so many seconds from now; 0: nobody does."""
+        if self._socket is not None:
+            self._send({"id": 0, "expect": seconds}, ())
+
     def kill(self) -> None:
         """Ends the process, and with it whatever it was doing."""
         self._lost("it was ended")

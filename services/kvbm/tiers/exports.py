@@ -79,6 +79,7 @@ class Exports:
         try:
             await agent.start()
             _, self._address = await agent.map(self._buffer.fd, self._buffer.capacity)
+            agent.expect(0.0)
         except BaseException:
             agent.kill()
             raise
@@ -131,6 +132,8 @@ class Exports:
             space.catalog.release(lease.id, self._now_ms())
             space.apply()
         self.window.filled(id, time.monotonic() + self._expires_s)
+        if self._agent is not None:
+            self._agent.expect(self._expires_s)
         self._metrics.peer_moved("out", len(blocks), len(blocks) * size)
         assert self._agent is not None, "it lives"
         metadata = b"" if known_agent == self._agent.name else self._agent.metadata
@@ -143,14 +146,20 @@ class Exports:
         ended = sum(self.window.end(id) for id in ids)
         if ended:
             self._room.set()
+            self._rest()
         return ended
 
     def expire(self) -> None:
         """Ends those whose time has come, and starts the agent again that has died."""
         if self.window.expire(time.monotonic()):
             self._room.set()
+            self._rest()
         if self._agent is not None and not self._agent.alive:
             self._restart()
+
+    def _rest(self) -> None:
+        if self._agent is not None and not len(self.window):
+            self._agent.expect(0.0)
 
     def _nothing(self, here: int, reason: str) -> Export:
         assert self._agent is not None, "it lives"
