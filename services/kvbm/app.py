@@ -30,7 +30,7 @@ from services.kvbm.config import KvbmSettings
 from services.kvbm.core.peers import PeerBook
 from services.kvbm.curator import Curator
 from services.kvbm.metrics import KvbmMetrics
-from services.kvbm.movers.nixl_peers import PeerAgent
+from services.kvbm.movers.nixl_peers import PeerAgent, remove_leftovers
 from services.kvbm.movers.readerlock import wait_for_end
 from services.kvbm.node import Node
 from services.kvbm.owners import Owners
@@ -158,6 +158,7 @@ async def _node(
     stack.push_async_callback(node.close)
     # What a former life's agents may still write into is nobody's until they are dead.
     await asyncio.to_thread(wait_for_end, settings.arena_dir, FORMER_S)
+    await asyncio.to_thread(remove_leftovers, settings.arena_dir)
     starting = asyncio.create_task(peers.start()) if peers is not None else None
     await node.adopt()
     if starting is not None:
@@ -171,10 +172,15 @@ def _peers(settings: KvbmSettings, id: str, incarnation: int, metrics: KvbmMetri
     return Peers(
         PeerBook(id),
         GrpcPeers(id, incarnation),
-        Exports(settings.peer_window_bytes, metrics, Node.now_ms),
+        Exports(
+            settings.peer_window_bytes,
+            metrics,
+            Node.now_ms,
+            new_agent=partial(PeerAgent, settings.arena_dir),
+        ),
         metrics,
         timeout_s=settings.peer_timeout_s,
-        new_agent=partial(PeerAgent, settings.arena_dir),
+        new_agent=partial(PeerAgent, settings.arena_dir, writes=True),
     )
 
 

@@ -28,6 +28,7 @@ log = get_logger(__name__)
 MESSAGE_BYTES = 1 << 16
 MOST_PIECES = 512
 """Pieces of one read: what fits into a message."""
+_LARGE_PAGE = 1 << 16
 _START_S = 20.0
 _MAP_S = 10.0
 _END_S = 5.0
@@ -49,9 +50,13 @@ class RemotePiece:
 class PeerAgent:
     """One agent in its process. Loop's thread only; `start` before anything else."""
 
-    def __init__(self, reads_into: Path | None = None) -> None:
-        """reads_into: folder of the arenas that it may write into; then it holds their lock."""
-        self._reads_into = reads_into
+    def __init__(self, folder: Path | None = None, *, writes: bool = False) -> None:
+        """folder: of the arenas, and for what UCX leaves behind in shared memory.
+
+        writes: it may write into the arenas; then it holds their lock.
+        """
+        self._folder = folder
+        self._writes = writes
         self.name = f"forebay-{secrets.token_hex(8)}"
         self.metadata = b""
         """What peers need to know to reach its registered memory."""
@@ -78,7 +83,7 @@ class PeerAgent:
         ours.setblocking(False)
         with theirs:
             try:
-                self._process = _spawn(theirs, self._reads_into)
+                self._process = _spawn(theirs, self._folder, self._writes)
             except OSError as exc:
                 ours.close()
                 raise PeerMoverError(f"its process can't be started: {exc}") from exc
@@ -194,18 +199,32 @@ class PeerAgent:
                 answer.set_result({"error": f"its process is gone: {why}"})
 
 
-def _spawn(connection: socket.socket, reads_into: Path | None) -> subprocess.Popen[bytes]:
+def remove_leftovers(folder: Path) -> None:
+    """Removes what agents that were killed while they began have left behind in shared memory."""
+    for path in folder.glob("ucx_shm_posix_*"):
+        path.unlink(missing_ok=True)
+
+
+def _environment(folder: Path | None) -> dict[str, str]:
+    found = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
+    # Not on hugetlbfs, whose pages are larger.
+    if folder is not None and os.statvfs(folder).f_bsize <= _LARGE_PAGE:
+        found["UCX_POSIX_DIR"] = str(folder)
+    return {**found, **os.environ}
+
+
+def _spawn(connection: socket.socket, folder: Path | None, writes: bool) -> subprocess.Popen[bytes]:
     # Not in a thread: it dies with the thread that started it. By path: it needs none of our
     # packages, and -P keeps those that lie beside it from being taken for NIXL's.
     fd, helper = connection.fileno(), Path(__file__).with_name("nixl_peer_helper.py")
-    locks = [held_by_child(reads_into)] if reads_into is not None else []
+    locks = [held_by_child(folder)] if folder is not None and writes else []
     try:
         return subprocess.Popen(
             [sys.executable, "-P", str(helper), str(fd)],
             pass_fds=[fd, *locks],
             stdin=subprocess.DEVNULL,
             stdout=2,  # where UCX writes its log
-            env={"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", **os.environ},
+            env=_environment(folder),
         )
     finally:
         for lock in locks:

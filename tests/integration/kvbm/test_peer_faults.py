@@ -370,6 +370,8 @@ async def test_a_daemon_takes_over_no_memory_that_a_former_ones_agent_may_write(
     """Its arenas are adopted when the last of those agents is dead, and not before."""
     await source.until_ready()
     source.kill()
+    left = tmp_path / "a" / "arenas" / "ucx_shm_posix_1234"
+    left.write_bytes(b"of an agent that was killed while it began")
     lock = held_by_child(tmp_path / "a" / "arenas")
     try:
         source.start()
@@ -379,6 +381,7 @@ async def test_a_daemon_takes_over_no_memory_that_a_former_ones_agent_may_write(
     finally:
         os.close(lock)
     await source.until_ready()
+    assert not left.exists()
 
 
 async def test_agents_that_read_hold_the_lock_and_no_others(
