@@ -1,10 +1,19 @@
 """What a gateway can be told. Filled and validated once; nobody else reads the environment."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from services.common.settings import ServiceSettings, StrList, settings_config
+
+_LEAST_SILENCE_S = 3.0
+"""Workers give signs of life every second; fewer missing ones say nothing."""
+
+
+def _silence(value: float) -> float:
+    if value and value < _LEAST_SILENCE_S:
+        raise ValueError(f"must be 0 (never), or at least {_LEAST_SILENCE_S:g} seconds")
+    return value
 
 
 class GatewaySettings(ServiceSettings):
@@ -53,8 +62,11 @@ class GatewaySettings(ServiceSettings):
     """Routers to use, host:port each, comma-separated. Empty: those in discovery."""
     connect_timeout_s: float = Field(default=2.0, gt=0)
     """Longest wait in seconds for a worker's connection when a request needs it."""
-    silence_timeout_s: float = Field(default=10.0, ge=0)
-    """Seconds without any sign of life from a worker until our requests there go on elsewhere."""
+    silence_timeout_s: Annotated[float, AfterValidator(_silence)] = 10.0
+    """Seconds without any sign of life from a worker until our requests there go on elsewhere.
+
+    Signs come every second; 0: never.
+    """
     stall_timeout_s: float = Field(default=120.0, ge=0)
     """Seconds without any frame from a worker that has our requests, after which they go elsewhere;
     0 never. Longer than the longest prefill.

@@ -137,6 +137,10 @@ class Legs:
             self._metrics.transfers.labels("used" if used else "unused").inc()
             self._metrics.transferred_tokens.labels(name).inc(used)
             self._metrics.handover_seconds.labels(name).observe(self._now() - leg.ended)
+            if not used and leg.transfer is not None:
+                # Whoever was given it has computed: it takes nothing any more.
+                leg.transfer.given = False
+                self._pool.abort(leg.request_id)
         if sequence.answered is not None:
             return
         cached = news.cached_tokens or 0

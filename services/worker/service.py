@@ -86,6 +86,7 @@ class _Live:
     span: RequestSpan
     received_s: float
     prompt_tokens: int
+    attempt: AttemptId
     generation: Generation
     tokens: Sequence[int]
     """Prompt and prior output of a prefill leg; empty for others."""
@@ -96,6 +97,10 @@ class _Live:
     output_tokens: int = 0
     timer: asyncio.TimerHandle | None = None
     failure: Failure | None = None
+
+
+def _named(adapter: HashedAdapter | None) -> tuple[str, str]:
+    return (adapter.name, adapter.path) if adapter else ("", "")
 
 
 def failure_of(exc: ForebayError) -> Failure:
@@ -216,12 +221,11 @@ class WorkerService:
         self.refuse()
         if (wrong := check(generation, self._limits)) is not None:
             raise error_from_number(wrong.code, wrong.reason, wrong.message, field=wrong.field)
-        adapter = self.cards.card.adapter(adapter_of(generation, self._limits))
         tokens = (*generation.prompt, *generation.prior_output)
-        hashed = HashedAdapter(adapter.name, adapter.path) if adapter else None
+        hashed = self._adapter(generation)
         hashes = await self._hashes(tokens, hashed, generation.cache_salt)
         keys = [block_key(h) for h in hashes]
-        transfer = self._transfers.take(generation, tokens)
+        transfer = self._transfers.take(generation, tokens, _named(hashed))
         kv = await self._look_up(hashes, keys, len(tokens), generation, transfer is not None)
         try:
             return self._submit(generation, sink, tokens, hashes, keys, kv, transfer, received_s)
@@ -273,6 +277,7 @@ class WorkerService:
             span=RequestSpan(self._tracer, generation, attempt),
             received_s=received_s,
             prompt_tokens=len(tokens),
+            attempt=attempt,
             generation=generation,
             tokens=tokens if generation.prefill_only else (),
         )
@@ -476,9 +481,11 @@ class WorkerService:
         local = max(0, -(-live.prompt_tokens // size) * size - news.tokens)
         live.transferred_tokens = max(0, live.prompt_tokens - 1 - local) if news.tokens else 0
         source, rank = live.generation.transfer.source, live.generation.dp_rank or 0
-        attempt = AttemptId(live.generation.attempt_id)
-        tokens, seconds = live.transferred_tokens, news.seconds
-        return (TransferEnded(attempt, source, tokens, news.bytes, seconds, rank),)
+        # A good one has some, though all but the prompt's last token may have been here.
+        tokens = 0 if news.why else max(1, live.transferred_tokens)
+        if news.why:
+            self._book.untransferred(news.id)
+        return (TransferEnded(live.attempt, source, tokens, news.bytes, news.seconds, rank),)
 
     def _on_tiers(self, news: TierNews, seconds: float) -> None:
         self._rate.observe(news.counts.get("prefill_tokens", 0), seconds)
@@ -553,7 +560,14 @@ class WorkerService:
             # Its gateway is gone, and with it whoever could name a decode worker.
             self._engine.release_transfer(output.id)
             return None
-        return self._transfers.give(output.id, live.generation, live.tokens, output.transfer)
+        adapter = self._adapter(live.generation)
+        return self._transfers.give(
+            output.id, live.generation, live.tokens, _named(adapter), output.transfer
+        )
+
+    def _adapter(self, generation: Generation) -> HashedAdapter | None:
+        adapter = self.cards.card.adapter(adapter_of(generation, self._limits))
+        return HashedAdapter(adapter.name, adapter.path) if adapter else None
 
     def _forget(self, id: str, finish: FinishReason) -> None:
         live = self._live.pop(id)

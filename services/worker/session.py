@@ -93,8 +93,12 @@ class Session:
     async def frames(self, sign_s: float | None = None) -> AsyncIterator[Frame]:
         """What is to be sent, merged while the reader is slow. Raises the error of `end`.
 
-        `sign_s`: after so many seconds without news comes an empty frame, as a sign of life.
+        `sign_s`: at first, and after so many seconds without news, comes an empty frame as a sign
+        of life.
         """
+        if sign_s is not None:
+            # So that whoever listens knows from the start that signs are to be expected.
+            yield Frame(self._service.step, ())
         while not self._closed:
             frame = self._backlog.take()
             if frame is not None:

@@ -36,31 +36,37 @@ class Transfers:
         self._handed: OrderedDict[str, str] = OrderedDict()
 
     def give(
-        self, id: str, generation: Generation, tokens: Sequence[int], params: Mapping[str, Any]
+        self,
+        id: str,
+        generation: Generation,
+        tokens: Sequence[int],
+        adapter: tuple[str, str],
+        params: Mapping[str, Any],
     ) -> Handle:
         """The handle of a prefill that has ended, by the engine's parameters."""
         self._handed[generation.request_id] = id
         if len(self._handed) > MOST_HANDED:
             self._handed.popitem(last=False)
-        digest = prompt_digest(tokens, generation.cache_salt, generation.adapter)
         return Handle(
             source=self._holder.id,
             source_incarnation=self._holder.incarnation,
             source_rank=generation.dp_rank or 0,
             namespace=self._namespace,
-            params=encode(params, digest),
+            params=encode(params, prompt_digest(tokens, generation.cache_salt, adapter)),
             way=self._way,
             tokens=len(tokens),
             request_id=generation.request_id,
             expires_s=self._lease_s,
         )
 
-    def take(self, generation: Generation, tokens: Sequence[int]) -> Mapping[str, Any] | None:
+    def take(
+        self, generation: Generation, tokens: Sequence[int], adapter: tuple[str, str]
+    ) -> Mapping[str, Any] | None:
         """The engine's parameters in a request's handle; None: it has none, or none of use."""
         handle = generation.transfer
         if handle is None:
             return None
-        params, why = self._read(handle, generation, tokens)
+        params, why = self._read(handle, generation, tokens, adapter)
         if why:
             self._metrics.transfers.labels("refused").inc()
             log.warning(
@@ -72,7 +78,11 @@ class Transfers:
         return params
 
     def _read(
-        self, handle: Handle, generation: Generation, tokens: Sequence[int]
+        self,
+        handle: Handle,
+        generation: Generation,
+        tokens: Sequence[int],
+        adapter: tuple[str, str],
     ) -> tuple[Mapping[str, Any] | None, str]:
         if not self._way or handle.way != self._way:
             return None, f"it is taken by {handle.way or 'nothing'!r}"
@@ -86,8 +96,8 @@ class Transfers:
             digest, params = decode(handle.params)
         except ValueError as exc:
             return None, str(exc)
-        if digest != prompt_digest(tokens, generation.cache_salt, generation.adapter):
-            return None, "another prompt"
+        if digest != prompt_digest(tokens, generation.cache_salt, adapter):
+            return None, "another prompt, or another adapter"
         return params, ""
 
     def released(self, request_id: str) -> str | None:

@@ -13,9 +13,8 @@ class FakeHandle:
     """As the library's handles: bound to what the agent's object holds."""
 
     _agent: Any
-    released: bool = False
-    posted: bool = False
     _released: bool = False
+    posted: bool = False
     state: str = "PROC"
 
 
@@ -33,7 +32,7 @@ class FakeBinding:
 
 
 class FakeAgent:
-    """The part of nixl_agent that vLLM's connector uses."""
+    """The part of nixl_agent that vLLM's connector uses; notes which threads call it."""
 
     numbers = itertools.count()
 
@@ -44,9 +43,17 @@ class FakeAgent:
         self.registered: list[Any] = []
         self.prepared: list[tuple[str, Any]] = []
         self.handles: list[FakeHandle] = []
-        self.notices: list[tuple[str, bytes]] = []
+        self.unsent: list[bytes] = []
+        self.sent: list[bytes] = []
         self.inbox: dict[str, list[bytes]] = {}
+        self.broken = False
+        self.copying: threading.Event | None = None
+        """A read is begun when it is set: as a copy between processes, which is all done then."""
+        self.threads: set[str] = set()
         self.peer = ""
+
+    def _called(self) -> None:
+        self.threads.add(threading.current_thread().name)
 
     def get_reg_descs(self, *arguments: Any) -> Any:
         return ("reg", *arguments)
@@ -69,38 +76,54 @@ class FakeAgent:
         return metadata
 
     def remove_remote_agent(self, name: str) -> None:
+        self._called()
         assert name == self.peer
 
     def prep_xfer_dlist(self, name: str, descs: Any) -> FakeHandle:
+        self._called()
         self.prepared.append((name, descs))
         return FakeHandle(self.agent)
 
     def release_dlist_handle(self, handle: FakeHandle) -> None:
-        handle.released = True
+        self._called()
 
     def make_prepped_xfer(self, *arguments: Any, notif_msg: bytes = b"") -> FakeHandle:
+        self._called()
         handle = FakeHandle(self.agent)
         self.handles.append(handle)
         return handle
 
     def transfer(self, handle: FakeHandle) -> str:
+        self._called()
+        if self.copying is not None:
+            self.copying.wait(5)
         handle.posted = True
-        return "PROC"
+        return handle.state
 
     def check_xfer_state(self, handle: FakeHandle) -> str:
+        self._called()
         if handle.state == "raise":
             raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
         return handle.state
 
     def release_xfer_handle(self, handle: FakeHandle) -> None:
-        handle.released = True
+        self._called()
+        if handle.state == "PROC":
+            raise RuntimeError("NIXL_ERR_REPOST_ACTIVE")
 
     def get_xfer_telemetry(self, handle: FakeHandle) -> str:
         return "telemetry"
 
     def send_notif(self, name: str, notif_msg: bytes) -> None:
-        self.notices.append((name, notif_msg))
+        self._called()
+        self.unsent.append(notif_msg)
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
+        self._called()
+        if self.broken:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        # What was told leaves when the agent is driven.
+        self.sent += self.unsent
+        self.unsent = []
         inbox, self.inbox = self.inbox, {}
         return inbox

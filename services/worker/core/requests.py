@@ -23,6 +23,8 @@ Lifecycle = RequestAdmitted | RequestFirstToken | RequestFinished
 @dataclass(slots=True)
 class _Entry:
     admitted: RequestAdmitted
+    transfer_tokens: int
+    """Still to come from a prefill worker."""
     decoding: bool = False
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -62,7 +64,7 @@ class RequestBook:
             transfer_tokens,
             prefill_only,
         )
-        self._entries[id] = _Entry(event)
+        self._entries[id] = _Entry(event, transfer_tokens)
         self.admitted += 1
         return event
 
@@ -96,6 +98,12 @@ class RequestBook:
             )
         return events
 
+    def untransferred(self, id: str) -> None:
+        """What was to come from a prefill worker does not; it is computed."""
+        entry = self._entries.get(id)
+        if entry is not None:
+            entry.transfer_tokens = 0
+
     def ids(self) -> tuple[str, ...]:
         """Ids of all requests in the book."""
         return tuple(self._entries)
@@ -107,7 +115,7 @@ class RequestBook:
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens of requests without a first token: at most so many are to be computed."""
         return sum(
-            e.admitted.prompt_tokens - e.admitted.transfer_tokens
+            e.admitted.prompt_tokens - e.transfer_tokens
             for e in self._entries.values()
             if not e.decoding
         )

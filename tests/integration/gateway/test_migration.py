@@ -282,7 +282,7 @@ async def test_silent_worker(rig: Any, text_of: Any) -> None:
 
 async def test_worker_without_a_sign_of_life(rig: Any, text_of: Any) -> None:
     """A session that gave signs of life and gives none any more is over, long before it stalls."""
-    async with rig(workers=2, interval_s=None, silence_timeout_s=0.3) as r:
+    async with rig(workers=2, interval_s=None, silence_timeout_s=3) as r:
         first, second = r.workers
         body = completion_body("tiny", PROMPT, max_tokens=4)
         task = asyncio.create_task(r.client.post("/v1/completions", json=body))

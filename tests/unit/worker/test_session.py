@@ -64,6 +64,16 @@ async def test_silence_is_broken_by_signs_of_life() -> None:
     session = made()
     await session.start(asked("a"))
     frames = session.frames(0.01)
-    assert [(await anext(frames)).deltas for _ in range(2)] == [(), ()]
+    # One at once, whatever there is to say; then one for each time without news.
+    assert [(await anext(frames)).deltas for _ in range(3)] == [(), (), ()]
     session.push(3, Delta("a", (5,)))
+    assert [d.token_ids for d in (await anext(frames)).deltas] == [(5,)]
+
+
+async def test_the_first_frame_is_a_sign_of_life_though_there_is_news() -> None:
+    session = made()
+    await session.start(asked("a"))
+    session.push(3, Delta("a", (5,)))
+    frames = session.frames(60)
+    assert (await anext(frames)).deltas == ()
     assert [d.token_ids for d in (await anext(frames)).deltas] == [(5,)]

@@ -27,8 +27,15 @@ class TransferMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
     fence_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Of several ranks the first one's is told."""
-        return self
+        """Of several ranks: a transfer is as good as at the rank where it went worst."""
+        assert isinstance(other, TransferMeta), "ranks run the same connector"
+        by_request = {e.request: e for e in self.ended}
+        for ended in other.ended:
+            mine = by_request.get(ended.request)
+            if mine is None or ended.why or (not mine.why and ended.seconds > mine.seconds):
+                by_request[ended.request] = ended
+        fences, fence_s = self.fences + other.fences, max(self.fence_s, other.fence_s)
+        return TransferMeta(list(by_request.values()), fences, fence_s)
 
 
 class ForebayTransfer(NixlPullConnector):  # type: ignore[misc]

@@ -13,8 +13,10 @@ FIELD = "forebay_transfer"
 """Name under `kv_transfer_params`."""
 
 
-def prompt_digest(token_ids: Iterable[int], salt: str, adapter: str) -> str:
-    """Tells prompts apart whose KV differs: tokens, cache salt and adapter, as 32 hex digits."""
+def prompt_digest(token_ids: Iterable[int], salt: str, adapter: tuple[str, str]) -> str:
+    """Tells prompts apart whose KV differs, as 32 hex digits: tokens, cache salt, and the adapter's
+    name and path (which is named by its weights' digest); ("", ""): none.
+    """
     encoded = msgspec.msgpack.encode([list(token_ids), salt, adapter])
     return str(xxhash.xxh3_128_hexdigest(encoded))
 

@@ -26,6 +26,8 @@ from services.worker.connector.transfer.agents import PeerAgents
 from services.worker.connector.transfer.params import Sums
 
 DEFAULT_TIMEOUT_S = 2.0
+_SILENT_S = 3.0
+_MOST_SILENT = 1024
 log = get_logger(__name__)
 
 
@@ -88,6 +90,8 @@ class TransferWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._sums: block_sums.BlockSums | None = None
         self._expected: dict[str, _Expected] = {}
         self._ended: list[Ended] = []
+        self._silent: dict[tuple[str, int], float] = {}
+        """Until when peers are not asked that did not answer."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Registers the cache with NIXL, and for checks."""
@@ -153,15 +157,29 @@ class TransferWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         return ended
 
     def _nixl_handshake(self, host: str, port: int, *rest: Any, **more: Any) -> Any:
-        """vLLM's, if the peer answers in time: it would wait longer than a request may."""
-        _probe(host, port, self._timeout_s)
+        """vLLM's, if the peer answers in time: it would wait longer than a request may.
+
+        One that did not is not asked again for a moment: handshakes wait for each other.
+        """
+        silent_until_s = self._silent.get((host, port), 0.0)
+        if time.monotonic() < silent_until_s:
+            raise TimeoutError(f"{host}:{port} did not answer a moment ago")
+        try:
+            _probe(host, port, self._timeout_s)
+        except TimeoutError:
+            if len(self._silent) >= _MOST_SILENT:
+                self._silent.clear()
+            self._silent[host, port] = time.monotonic() + _SILENT_S
+            raise
         return super()._nixl_handshake(host, port, *rest, **more)
 
     def shutdown(self) -> None:
         """Ends it."""
         block_sums.forget(self.engine_id)
-        super().shutdown()
-        self.agents.close()
+        try:
+            super().shutdown()
+        finally:
+            self.agents.close()
 
 
 def _probe(host: str, port: int, timeout_s: float) -> None:
@@ -170,6 +188,7 @@ def _probe(host: str, port: int, timeout_s: float) -> None:
     socket = context.socket(zmq.REQ)
     try:
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.RCVTIMEO, max(1, int(timeout_s * 1000)))
         socket.connect(make_zmq_path("tcp", host, port))
         socket.send(msgspec.msgpack.encode((GET_META_MSG, 0, 0)))

@@ -133,7 +133,8 @@ class IsolatedEngine:
         self._commands: asyncio.Queue[_Add | _Abort | _Poke] = asyncio.Queue()
         self._dead: EngineDead | None = None
         self._clears = 0
-        self._held = 0
+        self._held: dict[int, int] = {}
+        """By rank, as last told."""
         self._cleared = asyncio.Event()
         self._flushes = 0
         self._on_step: Callable[[Step], None] = lambda step: None
@@ -303,16 +304,17 @@ class IsolatedEngine:
                     waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
                     used_blocks=round(stats.kv_cache_usage * per_rank),
                     dp_rank=outputs.engine_index,
-                    held_transfers=self._held_transfers(stats),
+                    held_transfers=self._held_transfers(outputs.engine_index, stats),
                 ),
             )
         tiers = tier_news(outputs.scheduler_stats)
         transfers = transfer_news(outputs.scheduler_stats, self._profile.block_size)
         return Step(self._steps, seconds, tuple(mine), (), loads, tiers, transfers)
 
-    def _held_transfers(self, stats: Any) -> int:
-        self._held = int((stats.kv_connector_stats or {}).get("held", self._held))
-        return self._held
+    def _held_transfers(self, rank: int, stats: Any) -> int:
+        before = self._held.get(rank, 0)
+        self._held[rank] = held = int((stats.kv_connector_stats or {}).get("held", before))
+        return held
 
     def _take_changes(self, changes: list[BlockChange]) -> None:
         self._on_step(Step(self._steps, blocks=tuple(changes)))

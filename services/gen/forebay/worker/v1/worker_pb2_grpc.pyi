@@ -37,7 +37,7 @@ class WorkerServiceStub:
     """The gateways' hot path: all requests of one gateway over one stream. The worker answers with at
     most one frame for each engine step, holding the new tokens of all the gateway's requests. When
     the stream ends, however it ends, the worker aborts every request that came over it.
-    A frame without deltas is a sign of life: one comes every second in which there is no other.
+    A frame without deltas is a sign of life: one comes at first, and after each second without another.
     A request that fails is answered by a delta with an error; the stream goes on. When a gateway
     closes its half, the stream ends with the last running request.
     Codes: UNAVAILABLE (STARTING, DRAINING, ENGINE_DEAD), FAILED_PRECONDITION (WRONG_INCARNATION),
@@ -84,7 +84,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """The gateways' hot path: all requests of one gateway over one stream. The worker answers with at
     most one frame for each engine step, holding the new tokens of all the gateway's requests. When
     the stream ends, however it ends, the worker aborts every request that came over it.
-    A frame without deltas is a sign of life: one comes every second in which there is no other.
+    A frame without deltas is a sign of life: one comes at first, and after each second without another.
     A request that fails is answered by a delta with an error; the stream goes on. When a gateway
     closes its half, the stream ends with the last running request.
     Codes: UNAVAILABLE (STARTING, DRAINING, ENGINE_DEAD), FAILED_PRECONDITION (WRONG_INCARNATION),
@@ -134,7 +134,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """The gateways' hot path: all requests of one gateway over one stream. The worker answers with at
         most one frame for each engine step, holding the new tokens of all the gateway's requests. When
         the stream ends, however it ends, the worker aborts every request that came over it.
-        A frame without deltas is a sign of life: one comes every second in which there is no other.
+        A frame without deltas is a sign of life: one comes at first, and after each second without another.
         A request that fails is answered by a delta with an error; the stream goes on. When a gateway
         closes its half, the stream ends with the last running request.
         Codes: UNAVAILABLE (STARTING, DRAINING, ENGINE_DEAD), FAILED_PRECONDITION (WRONG_INCARNATION),
