@@ -195,9 +195,12 @@ async def test_what_was_cached(
 ) -> None:
     """Told is what neither leg computed; without the transfer the decode leg is all there was."""
     async with running(job(), FakePlacer(placement("d", "p", cached=20, first=40))) as r:
-        r.pool.prefilled((await r.pool.next(1))[1], cached=64)
+        leg = (await r.pool.next(1))[1]
+        r.pool.prefilled(leg, cached=64)
         abcd(r, (await r.pool.next(2))[1], cached=cached, transferred=transferred)
         await r.task
+        # Who computed all of it takes nothing any more: the other need not hold it.
+        assert r.pool.let_go == ([] if transferred else [f"kv-{leg.request_id}"])
         assert r.usage.cached_tokens == told
         assert r.generation.predicted_cached_tokens == predicted
         assert r.generation.prefilled_by == (["p"] if transferred else [])
