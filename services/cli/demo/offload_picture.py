@@ -5,13 +5,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from services.cli.demo.axes import FONT, MUTED, head, save, style
 from services.cli.demo.samples import Sample
 from services.cli.demo.visits import Visit
-from services.cli.errors import CliError
 
 _G1, _G2, _G3 = "#e07b39", "#2a78b5", "#4f9d69"
 _OFF = "#b9bfc7"
-_INK, _MUTED = "#2b2f36", "#7a818c"
 
 
 def draw(
@@ -33,7 +32,7 @@ def draw(
     from matplotlib import pyplot
 
     at = [s.at_s for s in samples]
-    with pyplot.rc_context({"font.family": "DejaVu Sans", "font.size": 10, "text.color": _INK}):
+    with pyplot.rc_context(FONT):
         figure, axes = pyplot.subplots(
             4, 1, figsize=(10.5, 11), sharex=True, height_ratios=(1, 1, 1, 1.15)
         )
@@ -66,26 +65,16 @@ def draw(
             ),
         )
         _waits(axes[3], visits, on_s, off_s)
-        axes[3].set_xlabel("seconds", color=_MUTED)
+        axes[3].set_xlabel("seconds", color=MUTED)
         users = len({v.user for v in visits})
-        figure.suptitle(
+        head(
+            figure,
             f"{users} people with long documents come back, {len(visits)} visits",
-            x=0.02, y=0.985, ha="left", fontsize=14, fontweight="bold",
-        )  # fmt: skip
-        figure.text(
-            0.02,
-            0.95,
             f"{model} in float32, one vLLM worker whose own memory (G1) holds two of the documents",
-            color=_MUTED,
-            fontsize=9.5,
+            0.95,
         )
         figure.subplots_adjust(left=0.09, right=0.98, top=0.915, bottom=0.055, hspace=0.34)
-        try:
-            figure.savefig(path, dpi=130, facecolor="white", format="png")
-        except OSError as exc:
-            raise CliError(f"the picture {path} can't be written: {exc.strerror}") from exc
-        finally:
-            pyplot.close(figure)
+        save(figure, path)
 
 
 def _lines(
@@ -101,7 +90,7 @@ def _lines(
     top = max((max(values, default=0) for _, _, values in lines), default=0)
     axis.set_ylim(0, max(1, top) * 1.3)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _style(axis, title)
+    style(axis, title)
 
 
 def _waits(
@@ -119,18 +108,8 @@ def _waits(
             f"{visit.user + 1}" if visit.number else f"{visit.user + 1}*",
             ha="center",
             fontsize=7.5,
-            color=_MUTED,
+            color=MUTED,
         )
     axis.legend(loc="upper right", frameon=False, fontsize=9, ncols=2)
     axis.set_ylim(0, max(*on_s, *off_s) * 1.3)
-    _style(axis, "Time to first token (s) by visit; above: who came, * for the first time")
-
-
-def _style(axis: Any, title: str) -> None:
-    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK)
-    axis.tick_params(axis="both", length=0, colors=_MUTED, labelsize=8.5)
-    axis.yaxis.grid(True, color="#e6e8eb", linewidth=0.8)
-    axis.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    axis.spines["bottom"].set_color("#c9cdd3")
+    style(axis, "Time to first token (s) by visit; above: who came, * for the first time")

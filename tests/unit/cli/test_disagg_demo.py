@@ -1,10 +1,14 @@
 """The load of `forebay demo disagg`, and what is read from its answers."""
 
+from pathlib import Path
+
 import pytest
 
 from services.cli.adapters.http import ChatAnswer
 from services.cli.demo.disagg import Leg, Moved, Result
+from services.cli.demo.disagg_picture import draw
 from services.cli.demo.mixture import STREAMS, chat, long_prompts, mixture
+from services.cli.errors import CliError
 
 
 def words(text: str) -> int:
@@ -41,10 +45,19 @@ def test_only_gaps_while_long_prompts_are_about_count() -> None:
     assert leg.to_json()["ttft_p50_s"] == 2.0
 
 
-def test_the_published_form() -> None:
-    def leg(gap: float, moved: tuple[Moved, ...] = (), tokens: str = "abc") -> Leg:
-        return Leg("x", (answer(1.0, gap, gap, tokens=tokens),), (answer(5.0),), 0.0, 9.0, moved)
+def leg(gap: float, moved: tuple[Moved, ...] = (), tokens: str = "abc") -> Leg:
+    return Leg("x", (answer(1.0, gap, gap, tokens=tokens),), (answer(5.0),), 0.0, 9.0, moved)
 
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    load = mixture(("a",), 1.0, 0.1, 0.6)
+    draw(Result(load, 1.0, {128: leg(0.4)}, leg(0.1)), "a model", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(CliError, match="can't be written"):
+        draw(Result(load, 1.0, {128: leg(0.4)}, leg(0.1)), "a model", tmp_path / "no" / "x.png")
+
+
+def test_the_published_form() -> None:
     load = mixture(("a",), 1.0, 0.1, 0.6)
     apart = leg(0.1, (Moved(4_000_000_000, 1.0), Moved(2_000_000_000, 1.0)))
     result = Result(load, 1.0, {128: leg(0.4), 256: leg(0.3)}, apart)
