@@ -197,19 +197,21 @@ class Peer:
         """
         agent, self._agent = self._agent, None
         self._orders.clear()
-        _drive(agent)
-        for transfer in self._reads:
-            if transfer.handle is not None:
-                _release(agent.release_xfer_handle, transfer.handle)
-        for made in self._remote:
-            _release(agent.release_dlist_handle, made.handle)
-        for handle in self._local.values():
-            _release(agent.release_dlist_handle, handle)
-        with contextlib.suppress(Exception):  # the library says in many ways that it is gone
-            agent.remove_remote_agent(self.name)
-        _drive(agent)
-        # What the library's object holds goes, though others may still hold the object.
-        agent.agent = None
+        try:
+            _drive(agent)
+            for transfer in self._reads:
+                if transfer.handle is not None:
+                    _release(agent.release_xfer_handle, transfer.handle)
+            for made in self._remote:
+                _release(agent.release_dlist_handle, made.handle)
+            for handle in self._local.values():
+                _release(agent.release_dlist_handle, handle)
+            with contextlib.suppress(Exception):  # the library says in many ways that it is gone
+                agent.remove_remote_agent(self.name)
+            _drive(agent)
+        finally:
+            # What the library's object holds goes, though others may still hold the object.
+            agent.agent = None
 
 
 def _drive(agent: Any) -> None:
