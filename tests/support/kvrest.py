@@ -52,7 +52,7 @@ async def nothing_is_left(kv: KvCluster) -> None:
 def check_files(kv: KvCluster) -> None:
     """Every file in the daemon's folders is one that belongs there."""
     names = {p.name for p in kv.arena_dir.iterdir()}
-    assert names == {"daemon.lock", "owners", *(p.name for p in kv.arenas)}
+    assert names == {"daemon.lock", "readers.lock", "owners", *(p.name for p in kv.arenas)}
     space = kv.disk_dir / kv.namespace.hex()
     assert {p.name for p in kv.disk_dir.iterdir()} <= {"lock", space.name}
     if space.exists():
