@@ -70,10 +70,11 @@ drift: setup ## Are generated code and generated docs what their sources give?
 
 check: lint type contracts drift ## All static checks
 
-bench: setup ## What gateway, router and kvbm cost and save: ratios with their goals
+bench: setup ## What gateway, router, kvbm and transfers cost and save: ratios with their goals
 	$(BIN)/python -m benchmarks.gateway $(ARGS)
 	$(BIN)/python -m benchmarks.router $(ARGS)
 	$(BIN)/python -m benchmarks.kvbm $(ARGS)
+	$(BIN)/python -m benchmarks.transfer $(ARGS)
 
 lock: setup ## Compile requirements/lock-*.txt anew (ARGS=--upgrade: newest versions)
 	$(BIN)/python -m tools.lock $(ARGS)

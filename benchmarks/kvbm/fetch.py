@@ -22,12 +22,12 @@ from typing import Any
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 from forebay.kvbm.v1 import kvbm_pb2_grpc
 
-from benchmarks.kvbm import report
+from benchmarks import report
 from benchmarks.kvbm.bare import bare_engine
 from benchmarks.kvbm.lookup import NAMESPACE, chain
-from benchmarks.kvbm.report import Report, ratio, turns
 from benchmarks.kvbm.rig import Folders, folders
 from benchmarks.kvbm.rig import daemon as other_daemon
+from benchmarks.report import Report, ratio, turns
 from services.common.rpc.channel import open_channel
 from services.common.telemetry.logging import setup_logging
 from services.kvbm.app import Daemon, daemon

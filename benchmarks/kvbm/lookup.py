@@ -16,10 +16,10 @@ import time
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 from forebay.kvbm.v1 import kvbm_pb2_grpc
 
-from benchmarks.kvbm import report
+from benchmarks import report
 from benchmarks.kvbm.bare import bare_engine
-from benchmarks.kvbm.report import Report, percentile
 from benchmarks.kvbm.rig import daemon, folders
+from benchmarks.report import Report, percentile
 from services.common.rpc.channel import open_channel
 
 BLOCKS = 512

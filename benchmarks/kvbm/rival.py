@@ -16,8 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.kvbm import report
-from benchmarks.kvbm.report import Report, ratio, turns
+from benchmarks import report
 from benchmarks.kvbm.rig import (
     BLOCK,
     G2,
@@ -30,6 +29,7 @@ from benchmarks.kvbm.rig import (
     small_model,
     worker,
 )
+from benchmarks.report import Report, ratio, turns
 from services.common.arena import Arena, SlotHeader, SlotState
 from services.common.blocks import block_hashes
 

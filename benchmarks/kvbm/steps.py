@@ -14,10 +14,10 @@ import json
 import sys
 from collections import Counter
 
-from benchmarks.kvbm import report
+from benchmarks import report
 from benchmarks.kvbm.engine import CALLS
-from benchmarks.kvbm.report import Report, percentile
 from benchmarks.kvbm.rig import daemon, folders, prompt, small_model, worker
+from benchmarks.report import Report, percentile
 
 REQUESTS = 32
 GOAL_US = 100.0

@@ -16,8 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.kvbm import report
-from benchmarks.kvbm.report import Report, ratio, turns
+from benchmarks import report
 from benchmarks.kvbm.rig import (
     BLOCK,
     G2,
@@ -35,6 +34,7 @@ from benchmarks.kvbm.rig import (
     worker,
 )
 from benchmarks.kvbm.slow import ACCESS_KEY, BUCKET, SECRET_KEY, Link, s3_server
+from benchmarks.report import Report, ratio, turns
 
 BLOCKS = 48
 PROMPT_TOKENS = BLOCKS * BLOCK + 5

@@ -16,9 +16,9 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from benchmarks.kvbm import report
-from benchmarks.kvbm.report import Report, turns
+from benchmarks import report
 from benchmarks.kvbm.rig import Worker, daemon, folders, prompt, small_model, worker
+from benchmarks.report import Report, turns
 
 GOAL = 0.99
 PROMPT_TOKENS = 512

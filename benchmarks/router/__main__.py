@@ -21,7 +21,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.kvbm.report import Report
+from benchmarks.report import Report
 from benchmarks.router import endtoend
 from benchmarks.router.load import MODEL, chain_keys, new_core, rss_bytes, stored, timed
 from benchmarks.router.rival import VERSION, Feed, Rival, RivalMissing

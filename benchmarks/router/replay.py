@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.kvbm.report import Report
+from benchmarks.report import Report
 from services.cli.bench.run import BenchOptions, ModelKind, run_bench
 from services.router.replay.measure import Row
 from services.router.replay.reference import reference_grid

@@ -1,0 +1,1 @@
+"""What transfers between engines cost, and what their end takes."""
