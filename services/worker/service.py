@@ -24,7 +24,7 @@ from services.common.errors import (
     Unavailable,
     error_from_number,
 )
-from services.common.events.model import Event, LoadReport, Snapshot, TransferEnded
+from services.common.events.model import Event, Snapshot
 from services.common.events.publisher import publisher_time_us
 from services.common.ids import AttemptId, BlockKey, new_id
 from services.common.telemetry.logging import get_logger
@@ -48,14 +48,15 @@ from services.worker.core.watchdog import Watchdog
 from services.worker.engines.port import (
     Engine,
     EngineDead,
-    EngineLoad,
     EngineRequest,
     Output,
     Step,
     TierNews,
     TransferNews,
 )
+from services.worker.live import Live
 from services.worker.ports import Publisher, Question, Sink, Tiers
+from services.worker.reports import LoadReports
 from services.worker.transfers import Transfers
 
 HASH_OFF_LOOP_TOKENS = 16_384
@@ -75,28 +76,6 @@ class Options:
     digest_interval_s: float = 5.0
     transfer_lease_s: float = 10.0
     role: Role = Role.BOTH
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request between admission and end."""
-
-    request_id: str
-    sink: Sink
-    span: RequestSpan
-    received_s: float
-    prompt_tokens: int
-    attempt: AttemptId
-    generation: Generation
-    tokens: Sequence[int]
-    """Prompt and prior output of a prefill leg; empty for others."""
-    queue_s: float | None = None
-    first_s: float | None = None
-    cached_tokens: int = 0
-    transferred_tokens: int = 0
-    output_tokens: int = 0
-    timer: asyncio.TimerHandle | None = None
-    failure: Failure | None = None
 
 
 def _named(adapter: HashedAdapter | None) -> tuple[str, str]:
@@ -158,26 +137,23 @@ class WorkerService:
         self._ids = itertools.count(1)
         self._book = RequestBook()
         self._mirror = BlockMirror()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._step = 0
         ranks = max(1, engine.profile.dp_size)
-        self._loads = LoadBook(
+        loads = LoadBook(
             ranks, engine.profile.total_blocks // ranks, self._options.load_report_interval_s
         )
-        self._load_timer: asyncio.TimerHandle | None = None
+        self._loads = LoadReports(loads, self._book.pending_prefill_tokens, metrics, self._publish)
         self._digest_timer = self._loop.call_later(
             self._options.digest_interval_s, self._tell_digests
         )
         self._watchdog = Watchdog(self._options.watchdog_s)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._loads_changed = asyncio.Event()
         self.draining = False
         self.dead: asyncio.Future[EngineDead] = self._loop.create_future()
         self.changed = asyncio.Event()
         """Set whenever `serving`, `kvbm` or `role` may have changed."""
-        for load in self._loads.reports():
-            metrics.load(load)
         engine.listen(self._on_step, self._on_death)
 
     @property
@@ -271,8 +247,7 @@ class WorkerService:
             )
         except EngineDead as exc:
             raise Unavailable(f"the engine is dead: {exc}", reason="ENGINE_DEAD") from exc
-        live = _Live(
-            request_id=generation.request_id,
+        live = Live(
             sink=sink,
             span=RequestSpan(self._tracer, generation, attempt),
             received_s=received_s,
@@ -374,7 +349,7 @@ class WorkerService:
     @property
     def held_transfers(self) -> int:
         """Finished prefills whose KV waits to be taken."""
-        return sum(report.held_transfers for report in self._loads.reports())
+        return self._loads.held_transfers
 
     def _expire(self, id: str) -> None:
         self.abort(id, failure_of(DeadlineExceeded("the request's deadline passed")))
@@ -387,7 +362,7 @@ class WorkerService:
             sequence=self._publisher.sequence,
             blocks=self._mirror.blocks(),
             requests=self._book.requests(),
-            load=self._loads.reports()[0],
+            load=self._loads.first,
             time_unix_us=publisher_time_us(),
         )
 
@@ -425,8 +400,8 @@ class WorkerService:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
                 while self.held_transfers and not self.dead.done():
-                    self._loads_changed.clear()
-                    await self._loads_changed.wait()
+                    self._loads.changed.clear()
+                    await self._loads.changed.wait()
         except TimeoutError:
             log.warning(
                 "requests are left at the end of the drain",
@@ -467,25 +442,17 @@ class WorkerService:
         for output in step.outputs:
             events.extend(self._on_output(step.number, output))
         for load in step.loads:
-            self._take_load(load, step.number)
-        events.extend(self._due_loads())
+            self._loads.take(load, step.number)
+        events.extend(self._loads.due())
         self._publish(events)
 
     def _on_transfer(self, news: TransferNews) -> Sequence[Event]:
         self._transfers.ended(news)
         live = self._live.get(news.id)
-        if live is None or live.generation.transfer is None:
-            return ()
-        # All of the prompt's last blocks came, but its last token is computed in any case.
-        size = self.cards.card.block_size
-        local = max(0, -(-live.prompt_tokens // size) * size - news.tokens)
-        live.transferred_tokens = max(0, live.prompt_tokens - 1 - local) if news.tokens else 0
-        source, rank = live.generation.transfer.source, live.generation.dp_rank or 0
-        # A good one has some, though all but the prompt's last token may have been here.
-        tokens = 0 if news.why else max(1, live.transferred_tokens)
-        if news.why:
+        ended = live.transferred(news, self.cards.card.block_size) if live is not None else None
+        if news.why and ended is not None:
             self._book.untransferred(news.id)
-        return (TransferEnded(live.attempt, source, tokens, news.bytes, news.seconds, rank),)
+        return () if ended is None else (ended,)
 
     def _on_tiers(self, news: TierNews, seconds: float) -> None:
         self._rate.observe(news.counts.get("prefill_tokens", 0), seconds)
@@ -507,39 +474,8 @@ class WorkerService:
         live = self._live.get(output.id)
         if live is None:
             return ()
-        now = self._loop.time()
-        cached_tokens = None
-        live.output_tokens += len(output.token_ids)
-        self._metrics.output_tokens.inc(len(output.token_ids))
-        if output.queued_s is not None:
-            live.queue_s = output.queued_s
-            self._metrics.queue.observe(output.queued_s)
-        if output.cached_tokens is not None:
-            # vLLM counts a transferred prompt as a whole; its last token is computed all the same.
-            live.cached_tokens = cached_tokens = min(output.cached_tokens, live.prompt_tokens - 1)
-            live.transferred_tokens = min(live.transferred_tokens, cached_tokens)
-            self._metrics.prompt_tokens.inc(live.prompt_tokens)
-            self._metrics.cached_tokens.inc(cached_tokens)
-        if output.token_ids and live.first_s is None:
-            live.first_s = now
-            self._metrics.first_token.observe(now - live.received_s)
-        failure = None
-        if output.finish is FinishReason.ABORT:
-            failure = live.failure
-        elif output.finish is FinishReason.ERROR:
-            failure = Failure(13, "ENGINE_ERROR", output.error or "the engine failed the request")
-        delta = Delta(
-            request_id=live.request_id,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            prompt_logprobs=output.prompt_logprobs,
-            finish=output.finish,
-            stop_token_id=output.stop_token_id,
-            cached_tokens=cached_tokens,
-            failure=failure,
-            transfer=self._handle(output, live),
-            transferred_tokens=live.transferred_tokens if output.cached_tokens is not None else 0,
-        )
+        cached_tokens = live.take(output, self._loop.time(), self._metrics)
+        delta = live.delta(output, cached_tokens, self._handle(output, live))
         events = self._book.advance(
             output.id,
             len(output.token_ids),
@@ -553,7 +489,7 @@ class WorkerService:
         live.sink.push(step, delta)
         return events
 
-    def _handle(self, output: Output, live: _Live) -> Handle | None:
+    def _handle(self, output: Output, live: Live) -> Handle | None:
         if output.transfer is None or output.finish in (FinishReason.ABORT, FinishReason.ERROR):
             return None
         if live.sink.closed:
@@ -570,53 +506,8 @@ class WorkerService:
         return HashedAdapter(adapter.name, adapter.path) if adapter else None
 
     def _forget(self, id: str, finish: FinishReason) -> None:
-        live = self._live.pop(id)
-        if live.timer is not None:
-            live.timer.cancel()
-        now = self._loop.time()
-        prefill_s = decode_s = None
-        if live.first_s is not None:
-            prefill_s = live.first_s - live.received_s - (live.queue_s or 0.0)
-            decode_s = now - live.first_s
-        live.span.end(
-            finish,
-            queue_s=live.queue_s,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            cached_tokens=live.cached_tokens,
-            output_tokens=live.output_tokens,
-        )
+        self._live.pop(id).end(finish, self._loop.time())
         self._metrics.finished.labels(finish).inc()
-
-    def _take_load(self, load: EngineLoad, step: int) -> None:
-        pending = load.pending_prefill_tokens
-        if pending is None:
-            pending = self._book.pending_prefill_tokens()
-        report = LoadReport(
-            running_requests=load.running,
-            waiting_requests=load.waiting,
-            pending_prefill_tokens=pending,
-            used_blocks=load.used_blocks,
-            steps=step,
-            dp_rank=load.dp_rank,
-            held_transfers=load.held_transfers,
-        )
-        self._metrics.load(self._loads.update(report))
-        self._loads_changed.set()
-
-    def _due_loads(self) -> Sequence[LoadReport]:
-        due = self._loads.due(self._loop.time())
-        if due.again_s is None:
-            if self._load_timer is not None:
-                self._load_timer.cancel()
-                self._load_timer = None
-        elif self._load_timer is None:
-            self._load_timer = self._loop.call_later(due.again_s, self._tell_loads)
-        return due.reports
-
-    def _tell_loads(self) -> None:
-        self._load_timer = None
-        self._publish(self._due_loads())
 
     def _tell_digests(self) -> None:
         """So that routers see whether they know what the engine holds."""
@@ -628,7 +519,6 @@ class WorkerService:
     def _on_death(self, dead: EngineDead) -> None:
         if self.dead.done():
             return
-        self._loads_changed.set()
         self.dead.set_result(dead)
         log.error("the engine is dead", error=str(dead), requests=len(self._live))
         failure = Failure(14, "ENGINE_DEAD", "the engine died; another worker can go on")
@@ -637,22 +527,20 @@ class WorkerService:
             events.extend(self._book.advance(id, 0, None, finished=True, aborted=True))
             self._forget(id, FinishReason.ERROR)
             live.sink.push(
-                self._step, Delta(live.request_id, finish=FinishReason.ERROR, failure=failure)
+                self._step,
+                Delta(live.generation.request_id, finish=FinishReason.ERROR, failure=failure),
             )
-        for load in self._loads.clear():
-            self._metrics.load(load)
-        events.extend(self._due_loads())
+        self._loads.clear()
+        events.extend(self._loads.due())
         self._publish(events)
         self.changed.set()
 
     def close(self) -> None:
         """Stops the timers."""
-        if self._load_timer is not None:
-            self._load_timer.cancel()
+        self._loads.close()
         self._digest_timer.cancel()
         for live in self._live.values():
-            if live.timer is not None:
-                live.timer.cancel()
+            live.stop_timer()
 
     def check_open(self, worker_incarnation: int) -> None:
         """Raises FailedPrecondition (WRONG_INCARNATION) when another life of it is meant."""
