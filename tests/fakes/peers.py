@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.common.arena import Geometry
-from services.kvbm.movers.nixl_peers import PeerMoverError, RemotePiece
+from services.kvbm.movers.helper import NixlFailed
+from services.kvbm.movers.nixl_peers import RemotePiece
 from services.kvbm.node import Node
 from services.kvbm.tiers.exports import leading
 from services.kvbm.tiers.port import Export, PeerError
@@ -89,7 +90,7 @@ class FakeAgent:
         self._check()
         name = metadata.decode()
         if name not in self._world.windows:
-            raise PeerMoverError("NIXL_ERR_BACKEND")
+            raise NixlFailed("NIXL_ERR_BACKEND")
         return name
 
     async def read(
@@ -102,7 +103,7 @@ class FakeAgent:
         await asyncio.sleep(0)
         self._sources.append(agent)
         if agent not in world.windows:
-            raise PeerMoverError("NIXL_ERR_REMOTE_DISCONNECT")
+            raise NixlFailed("NIXL_ERR_REMOTE_DISCONNECT")
         if fault is None or fault is Fault.FLIP:
             for piece in pieces:
                 self._copy(agent, region, piece)
@@ -118,7 +119,7 @@ class FakeAgent:
             raise TimeoutError(f"no end after {timeout_s:.1f} s")
         if fault is Fault.DIE:
             self.alive = False
-        raise PeerMoverError(f"fake: {fault}")
+        raise NixlFailed(f"fake: {fault}")
 
     def expect(self, seconds: float) -> None:
         """Nothing: what is shown is read at once."""
@@ -143,7 +144,7 @@ class FakeAgent:
 
     def _check(self) -> None:
         if not self.alive:
-            raise PeerMoverError("its process has ended")
+            raise NixlFailed("its process has ended")
 
     def _copy(self, agent: str, region: int, piece: RemotePiece) -> None:
         for told, (there, length) in self._world.windows[agent].items():
@@ -152,7 +153,7 @@ class FakeAgent:
                 source = there + piece.address - told
                 ctypes.memmove(here + piece.offset, source, piece.length)
                 return
-        raise PeerMoverError("NIXL_ERR_INVALID_PARAM: not registered")
+        raise NixlFailed("NIXL_ERR_INVALID_PARAM: not registered")
 
 
 class FakeCalls:

@@ -1,4 +1,4 @@
-"""The process that holds NIXL's object agent; started and killed by nixl_objects.py.
+"""The process that holds NIXL's object agent, on behalf of nixl_objects.py.
 
 Requests and answers are JSON messages on the socket whose descriptor is its argument; buffers come
 as descriptors. It imports nothing of ours, does what it is told, and decides nothing.

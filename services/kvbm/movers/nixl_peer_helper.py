@@ -1,4 +1,4 @@
-"""The process that holds one NIXL agent for memory of peers; started and killed by nixl_peers.py.
+"""The process that holds one NIXL agent for memory of peers, on behalf of nixl_peers.py.
 
 It either shows a window to peers, or reads from the window of one peer. Requests and answers are
 JSON messages on the socket whose descriptor is its argument; memory comes as descriptors. It

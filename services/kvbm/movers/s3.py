@@ -24,7 +24,8 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from services.common.telemetry.logging import get_logger
-from services.kvbm.movers.nixl_objects import NixlCourier, NixlFailed, Way
+from services.kvbm.movers.helper import NixlFailed
+from services.kvbm.movers.nixl_objects import NixlCourier, Way
 from services.kvbm.movers.objects import MISSING, Entry, StoreError, told
 from services.kvbm.movers.port import Memory, Moved, ObjectPiece
 from services.kvbm.movers.staging import Buffer, Staging, scatter

@@ -16,7 +16,8 @@ from services.common.telemetry.logging import get_logger
 from services.kvbm.core.model import ReadyBlock, sealed_header
 from services.kvbm.core.window import Piece, Window
 from services.kvbm.metrics import KvbmMetrics
-from services.kvbm.movers.nixl_peers import MOST_PIECES, PeerAgent, PeerMoverError
+from services.kvbm.movers.helper import NixlFailed
+from services.kvbm.movers.nixl_peers import MOST_PIECES, PeerAgent
 from services.kvbm.movers.port import Memory
 from services.kvbm.movers.staging import Buffer
 from services.kvbm.space import Space
@@ -72,7 +73,7 @@ class Exports:
         return self._agent.pid if self._agent is not None else 0
 
     async def start(self) -> None:
-        """Makes the window, and shows it. Raises PeerMoverError, or OSError without memory."""
+        """Makes the window, and shows it. Raises NixlFailed, or OSError without memory."""
         if self._buffer is None:
             self._buffer = await asyncio.to_thread(Buffer, 0, self.window.size)
         agent = self._new_agent()
@@ -229,7 +230,7 @@ class Exports:
             if self._agent is not None:
                 await self._agent.close()
             await self.start()
-        except (PeerMoverError, OSError) as exc:
+        except (NixlFailed, OSError) as exc:
             self._failed_s = time.monotonic()
             log.warning("blocks can't be shown to peers", why=str(exc))
 

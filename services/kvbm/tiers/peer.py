@@ -16,7 +16,8 @@ from services.common.arena import Arena
 from services.common.telemetry.logging import get_logger
 from services.kvbm.core.peers import PeerBook, PeerId, PeerInfo
 from services.kvbm.metrics import KvbmMetrics
-from services.kvbm.movers.nixl_peers import PeerAgent, PeerMoverError, RemotePiece
+from services.kvbm.movers.helper import NixlFailed
+from services.kvbm.movers.nixl_peers import PeerAgent, RemotePiece
 from services.kvbm.tiers.exports import Exports
 from services.kvbm.tiers.port import Export, PeerCalls, PeerError
 
@@ -119,7 +120,7 @@ class Peers:
         """Shows the window. A failure is told in `state`."""
         try:
             await self.exports.start()
-        except (PeerMoverError, OSError) as exc:
+        except (NixlFailed, OSError) as exc:
             self.state = f"failed: {exc}"
             log.warning("no blocks are exchanged with other nodes", why=str(exc))
             return
@@ -222,7 +223,7 @@ class Peers:
             await link.agent.read(link.remote, link.regions[arena.namespace], remote, timeout_s)
         except TimeoutError as exc:
             raise Unfinished(f"timeout: {exc}", self._drop(link)) from exc
-        except PeerMoverError as exc:
+        except NixlFailed as exc:
             # Of a read that has failed in part, the other parts may go on.
             raise Unfinished(f"nixl: {exc}", self._drop(link)) from exc
         except BaseException:
@@ -276,12 +277,12 @@ class Peers:
                 try:
                     name = await agent.know(metadata, _CONNECT_S)
                     break
-                except PeerMoverError:
+                except NixlFailed:
                     # A peer that was stopped, or has just begun, may refuse the first try.
                     if number == _TRIES - 1:
                         raise
                     await asyncio.sleep(_TRY_AGAIN_S)
-        except PeerMoverError as exc:
+        except NixlFailed as exc:
             agent.kill()
             raise PeerError(f"nixl: {exc}") from exc
         except BaseException:
@@ -302,11 +303,11 @@ class Peers:
                 agent = await spare
                 if agent.alive:
                     return agent
-            except PeerMoverError as exc:
+            except NixlFailed as exc:
                 log.warning("a spare agent did not start", why=str(exc))
         try:
             return await self._started()
-        except PeerMoverError as exc:
+        except NixlFailed as exc:
             raise PeerError(f"nixl: {exc}") from exc
 
     def _make_spare(self) -> None:
@@ -332,7 +333,7 @@ class Peers:
                     region, _ = await link.agent.map(fd, arena.length)
                 finally:
                     os.close(fd)
-            except (PeerMoverError, OSError) as exc:
+            except (NixlFailed, OSError) as exc:
                 self._drop(link)
                 raise PeerError(f"nixl: {exc}") from exc
             link.regions[arena.namespace] = region

@@ -34,8 +34,8 @@ def helper(tier: RemoteTier) -> int:
     """Process id of the NIXL helper."""
     assert isinstance(tier.objects, S3Objects)
     courier = tier.objects._courier
-    assert courier is not None and courier._process is not None
-    return courier._process.pid
+    assert courier is not None
+    return courier.pid
 
 
 def ended(pid: int) -> bool:

@@ -21,7 +21,7 @@ from services.kvbm.config import KvbmSettings
 from services.kvbm.core.peers import PeerBook, PeerId, PeerInfo
 from services.kvbm.fetching import Fetches, wanted
 from services.kvbm.metrics import KvbmMetrics
-from services.kvbm.movers.nixl_peers import PeerMoverError
+from services.kvbm.movers.helper import NixlFailed
 from services.kvbm.node import Filled, Node
 from services.kvbm.owners import Owners
 from services.kvbm.space import Space
@@ -175,7 +175,7 @@ async def test_where_agents_cannot_be_had_there_are_no_peers(
     """No NIXL, or none with UCX: said in words, and nothing else is different."""
 
     async def refused(self: FakeAgent) -> None:
-        raise PeerMoverError("NIXL is not installed")
+        raise NixlFailed("NIXL is not installed")
 
     monkeypatch.setattr(FakeAgent, "start", refused)
     keys = chain("alone", 4)
