@@ -207,8 +207,7 @@ async def test_generate_streams_tokens_and_ends_once() -> None:
         (request(length=0), "INVALID_REQUEST", "prompt_token_ids"),
         (request(model="other"), "MODEL_NOT_FOUND", ""),
         (request(kv_lease=b"x"), "UNSUPPORTED", ""),
-        (request(prefill_only=True), "UNSUPPORTED", ""),
-        (request(transfer=pb.TransferHandle()), "UNSUPPORTED", ""),
+        (request(prefill_only=True), "NO_TRANSFER", ""),
         (
             request(prior_output_token_ids=[5], sampling={"presence_penalty": 1.0}),
             "RESUME_UNSUPPORTED",
@@ -236,6 +235,15 @@ async def test_a_refusal_is_a_status_and_a_delta(
             assert len(gateway.tokens("good")) == 8
         metrics = await worker.metrics()
         assert metrics[f'forebay_worker_refused_total{{reason="{reason}"}}'] == 2
+
+
+async def test_a_handle_that_is_of_no_use_is_counted_and_the_prompt_computed() -> None:
+    async with rig() as worker:
+        handle = pb.TransferHandle(request_id="r", way="another")
+        deltas = await generate(worker, request(transfer=handle))
+        assert len([t for d in deltas for t in d.token_ids]) == 8
+        metrics = await worker.metrics()
+        assert metrics['forebay_worker_transfers_total{result="refused"}'] == 1
 
 
 async def test_a_session_carries_many_requests_one_frame_a_step() -> None:
