@@ -131,8 +131,8 @@ async def test_worker_calls(cluster: Cluster, router: RouterClient, name: str) -
         {"generate": generate | {"request_id": "hand-2", "attempt_id": "hand-2"}},
     )
     # grpcurl closes its side after the last message; the session then ends when the work is done,
-    # or at once: both are ends of a session. Frames without deltas are signs of life. What came must
-    # be right.
+    # or at once: both are ends of a session. What came must be right; frames without deltas are
+    # signs of life.
     streamed = [t for a in answers for d in a.get("deltas", []) for t in d.get("token_ids", [])]
     assert streamed == tokens[: len(streamed)]
     (snapshot,) = call(address, f"{service}/Snapshot", {})
