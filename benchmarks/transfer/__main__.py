@@ -4,8 +4,9 @@ Two processes, real NIXL, UCX over TCP. One shows memory and is stopped (SIGSTOP
 still to come, as a worker that hangs; the other reads by the code of the engine's connector. After
 the deadline its agent is destroyed: the time until that is done is the fence, for so long blocks
 are held that nobody uses. Then the memory is given other bytes, as by the next request, the first
-process goes on, and what was written late is counted. Beside it NIXL's own way to give a read up,
-releasing its handle: what it says at once, and what is written then.
+process goes on, and what was written late is counted; one that dies of it writes nothing, so the
+table says how many did. Beside it NIXL's own way to give a read up, releasing its handle: what it
+says at once, and what is written then.
 """
 
 from __future__ import annotations
