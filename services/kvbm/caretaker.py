@@ -152,25 +152,34 @@ class Caretaker:
         return await self._node.moves[space.namespace].to_remote(run)
 
     async def _probe(self, tier: DiskTier | ObjectTier) -> None:
-        known = Health(True)
+        said = Health(True)
+        away = False
         while True:
-            health = tier.health if tier.health.ok else await tier.probe()
-            if tier is self._node.disk and health.ok:
+            # It may have failed since the last look and work again now: that is told as well.
+            before = tier.health
+            after = before if before.ok else await tier.probe()
+            if tier is self._node.disk and after.ok:
                 await self._look_at_disk()
-            if health != known:
-                say = log.info if health.ok else log.warning
-                say(
-                    "tier works" if health.ok else "tier degraded", place=tier.place, why=health.why
-                )
-                known = health
-                if health.ok and tier is self._node.disk:
-                    self._forgive()
+            for health in (before, after):
+                if health != said:
+                    say = log.info if health.ok else log.warning
+                    what = "tier works" if health.ok else "tier degraded"
+                    say(what, place=tier.place, why=health.why)
+                    said = health
+            if tier is self._node.disk and after.ok and not before.ok:
+                self._forgive(again=away)
+            away = not after.ok
             await asyncio.sleep(PROBE_S)
 
-    def _forgive(self) -> None:
-        """A disk that works again has no bad places: reads failed as all of it did."""
+    def _forgive(self, *, again: bool) -> None:
+        """A disk that works again has no bad places: reads failed as all of it did.
+
+        But when nobody saw it away as a whole (not `again`), a place that has failed twice is bad.
+        """
         for space in self._node.spaces.values():
-            if space.disk is not None and (count := space.catalog.forgive(Tier.G3)):
+            if space.disk is None:
+                continue
+            if count := space.catalog.forgive(Tier.G3, again=again):
                 space.apply()
                 log.info("slots of the disk are used again", slots=count)
 

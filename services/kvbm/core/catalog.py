@@ -292,9 +292,12 @@ class Catalog:
             self._stock.withdraw(block, tier, bad=quarantine)
         return True
 
-    def forgive(self, tier: Tier) -> int:
-        """Slots in which bytes went bad are used again; how many."""
-        return len(self._stock.slots[tier].forgive())
+    def forgive(self, tier: Tier, *, again: bool = True) -> int:
+        """Slots in which bytes went bad are used again; how many are free for it at once.
+
+        Not `again`: those that were forgiven before stay out of use.
+        """
+        return len(self._stock.slots[tier].forgive(again=again))
 
     def lost(self, tier: Tier, slot: SlotRef) -> None:
         """What lay in a slot, in that generation, is lost; a slot that was reused since passes."""

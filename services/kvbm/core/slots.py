@@ -69,6 +69,8 @@ class Slots:
         self._owner: dict[int, Owner] = {}
         self._owned: dict[Owner, dict[int, None]] = {}
         self._bad: set[int] = set()
+        self._forgiven: set[int] = set()
+        """Slots that have had their second chance."""
         self._counts = [0] * len(Use)
         self.add(count)
 
@@ -179,15 +181,22 @@ class Slots:
         """Whether a LEAVING slot is to be kept out of use in the end."""
         return index in self._bad
 
-    def forgive(self) -> list[int]:
-        """Frees the slots that are out of use for their bytes and not for an operation on them."""
+    def forgive(self, *, again: bool) -> list[int]:
+        """Frees the slots that are out of use for their bytes and not for an operation on them.
+
+        Once each, unless `again`. Those that are still being read will not be kept out of use.
+        """
+        spared: set[int] = set() if again else self._forgiven
+        reading = self._bad - spared
+        self._bad -= reading
         found = []
         index = self.uses.find(Use.QUARANTINED)
         while index >= 0:
-            if index not in self._owner:
+            if index not in self._owner and index not in spared:
                 self.free(index)
                 found.append(index)
             index = self.uses.find(Use.QUARANTINED, index + 1)
+        self._forgiven.update(reading, found)
         return found
 
     def restore(

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from services.common.telemetry.logging import get_logger
 from services.kvbm.movers.objects import MISSING, SKIP, Entry, StoreError, told
-from services.kvbm.movers.plain import words
+from services.kvbm.movers.plain import close_file, words
 from services.kvbm.movers.port import FileMover, FilePiece, Memory, Moved, ObjectPiece
 from services.kvbm.movers.threads import Ran, Threads, joined
 
@@ -128,7 +128,7 @@ class DirectoryObjects:
                     return False
                 return True
             finally:
-                os.close(fd)
+                close_file(fd)
                 temporary.unlink(missing_ok=True)
 
         return await self._call(write, timeout_s)
@@ -193,7 +193,7 @@ class DirectoryObjects:
             except FileNotFoundError:
                 return None
             if (size := os.fstat(fd).st_size) < piece.length:
-                os.close(fd)
+                close_file(fd)
                 raise ValueError(f"short: {size} of {piece.length} bytes")
             return fd
 
@@ -208,7 +208,7 @@ class DirectoryObjects:
         moved = await mover.read(_pieces(piece, fd), max(0.0, deadline - time.monotonic()))
         if moved.fence is None:
             await mover.forget_file(fd)
-            os.close(fd)
+            close_file(fd)
         else:
             self._later(self._abandon(mover, fd, moved.fence))
         return Moved([_first(moved)], moved.fence)
@@ -240,7 +240,7 @@ class DirectoryObjects:
                     temporary.rename(path)
             finally:
                 temporary.unlink(missing_ok=True)
-                os.close(fd)
+                close_file(fd)
 
         try:
             await self._call(settle, max(0.1, deadline - time.monotonic()))
@@ -266,13 +266,13 @@ class DirectoryObjects:
     async def _close_late(self, box: Sequence[int], fence: Awaitable[None]) -> None:
         await fence
         for fd in box:
-            os.close(fd)
+            close_file(fd)
 
     async def _abandon(self, mover: FileMover, fd: int, fence: Awaitable[None]) -> None:
         """Closes a file when the last operation on it is over."""
         await fence
         await mover.forget_file(fd)
-        os.close(fd)
+        close_file(fd)
 
     def _later(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work, name="kvbm directory fence")

@@ -8,8 +8,11 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from services.common.telemetry.logging import get_logger
 from services.kvbm.movers.port import FilePiece, Memory, Moved
 from services.kvbm.movers.threads import Threads
+
+log = get_logger(__name__)
 
 
 def words(exc: OSError) -> str:
@@ -19,6 +22,19 @@ def words(exc: OSError) -> str:
     if exc.errno is None:
         return f"refused: {exc}"
     return f"{errno.errorcode.get(exc.errno, exc.errno)}: {exc.strerror}"
+
+
+def close_file(fd: int) -> None:
+    """Closes a file, once. A file system that is gone or fails says so here too: nobody minds.
+
+    The kernel takes the number back all the same, so that a second try could close a stranger's.
+    """
+    try:
+        os.close(fd)
+    except OSError as exc:
+        if exc.errno == errno.EBADF:
+            raise
+        log.info("a file did not close well", why=words(exc))
 
 
 class PlainMover:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from services.kvbm.movers.nixl import NixlMover
-from services.kvbm.movers.plain import PlainMover, words
+from services.kvbm.movers.plain import PlainMover, close_file, words
 from services.kvbm.movers.port import FileMover, FilePiece, Memory
 from services.kvbm.movers.threads import Threads
 
@@ -86,7 +86,7 @@ class Probe:
             self._lost.append((fd, pages))
             return problem
         await mover.forget_file(fd)
-        os.close(fd)
+        close_file(fd)
         return problem
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from services.common.arena import HEADER_BYTES, PAGE, Arena, Geometry
 from services.common.telemetry.logging import get_logger
-from services.kvbm.movers.plain import words
+from services.kvbm.movers.plain import close_file, words
 from services.kvbm.movers.port import FileMover, Memory
 from services.kvbm.movers.select import Probe, open_file_mover
 from services.kvbm.movers.threads import Threads
@@ -362,9 +362,9 @@ class _FolderLock:
 
     def release(self) -> None:
         """Lets another daemon have it."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            close_file(fd)
 
     def _take(self) -> None:
         if self._fd is not None and same_file(self._path, self._fd):
@@ -376,7 +376,7 @@ class _FolderLock:
             if not same_file(self._path, fd):
                 raise BlockingIOError(errno.EAGAIN, "the lock was removed meanwhile")
         except OSError:
-            os.close(fd)
+            close_file(fd)
             raise
         # The one before it, if any, belongs to a file that nobody finds any more.
         self.release()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Self
 
 from services.common.arena import HEADER_BYTES, PAGE, Geometry
+from services.kvbm.movers.plain import close_file
 
 _VERSION = 1
 _HEAD = "space.json"
@@ -110,8 +111,8 @@ class SpaceFiles:
         """Removes the last segment and its blocks. Raises OSError."""
         segment = self.segments.pop()
         self._firsts.pop()
-        os.close(segment.data)
-        os.close(segment.headers)
+        close_file(segment.data)
+        close_file(segment.headers)
         # The headers first: without them there is no segment.
         for path in reversed(self._paths(segment.number)):
             path.unlink(missing_ok=True)
@@ -127,7 +128,7 @@ class SpaceFiles:
             made = self._make(segment.number, segment.slots)
             for old, new in zip((segment.data, segment.headers), made, strict=True):
                 os.dup2(new, old, inheritable=False)
-                os.close(new)
+                close_file(new)
         return lost
 
     def used_now(self) -> None:
@@ -137,8 +138,8 @@ class SpaceFiles:
     def close(self) -> None:
         """Closes the files; nothing may be under way in them."""
         for segment in self.segments:
-            os.close(segment.data)
-            os.close(segment.headers)
+            close_file(segment.data)
+            close_file(segment.headers)
         self.segments.clear()
         self._firsts.clear()
 
@@ -197,7 +198,7 @@ class SpaceFiles:
         try:
             return data, os.open(headers_path, flags)
         except OSError:
-            os.close(data)
+            close_file(data)
             raise
 
     def _is_there(self, segment: Segment) -> bool:
@@ -216,7 +217,7 @@ class SpaceFiles:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self.zero_filled += count
         finally:
-            os.close(fd)
+            close_file(fd)
 
 
 def same_file(path: Path, fd: int) -> bool:

@@ -6,6 +6,7 @@ import random
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -489,6 +490,25 @@ async def test_a_start_on_a_disk_that_hangs_ends(
         with pytest.raises(TimeoutError):
             await disk.open(NAMESPACE, blocks.arena)
         await fs.tell("go")
+
+
+@needs_mount
+async def test_closing_when_the_disk_is_gone(tmp_path: Path, blocks: Blocks) -> None:
+    """Each descriptor is closed, once: by then its number may mean a file of somebody else."""
+    async with fault_fs(tmp_path) as fs, AsyncExitStack() as stack:
+        disk = await stack.enter_async_context(disk_tier(fs.folder / "disk"))
+        space = await disk.open(NAMESPACE, blocks.arena)
+        assert kinds(await stored(space, blocks, range(2))) == [None] * 2
+        (segment,) = space.files.segments
+        outlives = stack.pop_all()
+    with pytest.raises(OSError, match="not connected"):
+        os.fstat(segment.data)
+    await space.close()
+    taken = {os.open("/dev/null", os.O_RDONLY) for _ in range(8)}
+    assert {segment.data, segment.headers} <= taken
+    await outlives.aclose()
+    for fd in taken:
+        os.close(fd)
 
 
 @needs_mount

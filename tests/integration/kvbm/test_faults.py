@@ -153,6 +153,28 @@ async def test_bad_reads_are_misses(rig: Any, fault: Fault) -> None:
         space.catalog.check_invariants()
 
 
+async def test_an_outage_that_nobody_saw_costs_no_slots(rig: Any) -> None:
+    """Over between two looks at the disk; but a place that fails time and again is a bad one."""
+    async with rig(**DISK) as r, engine(r.address) as e:
+        space = r.daemon.node.spaces[NAMESPACE]
+
+        async def quarantined() -> int:
+            return int(space.count(Tier.G3).quarantined)
+
+        keys = chain("p", 1)
+        mover = faulty(r)
+        for bad in (0, 1):
+            await e.save(keys)
+            await on_disk(r, keys)
+            drop_from_memory(r, keys)
+            mover.next.append(Fault.EIO)
+            assert await e.load(keys) == 0
+            assert await quarantined() == 1
+            await healthy(r, True)
+            await until(quarantined, lambda n, bad=bad: n == bad, within_s=10, what="slots")
+        space.catalog.check_invariants()
+
+
 async def test_a_stalled_disk_quarantines_and_gives_back(rig: Any) -> None:
     """A deadline ends the wait; the slot is nobody's until the operation has ended."""
     async with rig(**DISK, disk_timeout_s=0.5) as r, engine(r.address) as e:

@@ -71,6 +71,33 @@ def test_a_quarantined_slot_stays_its_owners_and_is_not_taken() -> None:
     assert slots.owned(A) == [] and slots.take(B) == SlotRef(0, 2)
 
 
+def test_a_bad_slot_gets_a_second_chance_and_a_third_only_with_all_others() -> None:
+    slots = Slots(Tier.G3, 2)
+
+    def both_go_bad() -> None:
+        """Slot 0 while somebody reads it."""
+        for _ in range(2):
+            ref = taken(slots)
+            slots.register(ref.index, held(ref))
+        slots.readers[0] += 1
+        slots.leave(0, bad=True)
+        slots.quarantine(1)
+
+    def read() -> None:
+        slots.readers[0] -= 1
+        (slots.quarantine if slots.bad(0) else slots.free)(0)
+        slots.check_invariants()
+
+    both_go_bad()
+    assert slots.forgive(again=False) == [1] and not slots.bad(0)
+    read()
+    both_go_bad()
+    assert slots.forgive(again=False) == [] and slots.bad(0)
+    read()
+    assert slots.forgive(again=True) == [0, 1]
+    slots.check_invariants()
+
+
 def test_nothing_is_restored_once_something_was_taken() -> None:
     """C12: an allocator that takes before it knows what is there overwrites live blocks."""
     slots = Slots(Tier.G2, 3)
