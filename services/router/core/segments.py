@@ -11,22 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
+from services.router.core.holders import HolderSet
+
 SHORTEST = 8
 """Blocks from which on a run is worth an object."""
 LONGEST = 128
 """Most blocks of a run."""
 
-
-class HolderSet:
-    """Holders of a block, immutable and interned: equal sets are the same object."""
-
-    __slots__ = ("__weakref__", "members")
-
-    def __init__(self, members: frozenset[int]) -> None:
-        self.members = members
-
-
-NOBODY = HolderSet(frozenset())
 
 Part = int | set[int]
 """What a holder has of a run: the first so many blocks, or just these."""

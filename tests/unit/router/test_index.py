@@ -148,13 +148,13 @@ def test_equal_sets_are_one_object_and_unused_ones_go() -> None:
     for slot in range(3):
         index.add_holder(slot, 10_000)
         index.store(slot, range(1000))
-    assert len({id(s) for s in index._cells.values()}) == -(-1000 // LONGEST)
-    assert len(index._interned) <= 5
+    assert len({id(s) for s in index._runs.cells.values()}) == -(-1000 // LONGEST)
+    assert len(index._runs.sets.interned) <= 5
     for slot in range(3):
         index.remove_holder(slot)
     while index.sweep(100):
         pass
-    assert (index.blocks, index.entries, len(index._interned)) == (0, 0, 0)
+    assert (index.blocks, index.entries, len(index._runs.sets.interned)) == (0, 0, 0)
 
 
 def test_a_removed_holder_is_never_seen_again() -> None:
@@ -236,7 +236,7 @@ def test_long_histories(seed: int) -> None:
 
 def _runs(index: PrefixIndex) -> list[int]:
     return sorted(
-        {id(c): len(c.keys) for c in index._cells.values() if type(c) is Segment}.values()
+        {id(c): len(c.keys) for c in index._runs.cells.values() if type(c) is Segment}.values()
     )
 
 

@@ -113,7 +113,7 @@ class Rig:
 
     def serve(self, p: Placement, keys: Sequence[int], tokens: int) -> tuple[Any, ...]:
         """What an engine does with a request, all at once."""
-        held = {k for k in keys if k in self.core._books.index._cells}
+        held = {k for k in keys if k in self.core._books.index._runs.cells}
         cached = p.predicted_cached_tokens
         self.say(p.holder.id, RequestAdmitted(p.attempt_id, tokens, 1, tuple(map(BlockKey, keys))))
         new = tuple(BlockKey(k) for k in keys if k not in held)
