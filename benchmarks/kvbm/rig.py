@@ -1,7 +1,7 @@
 """Real processes for a benchmark: a kvbm daemon and workers on it, and calls to them.
 
-No etcd, router or gateway: they would only add to what is measured. Caches lie in a folder on tmpfs
-and one on disk, and go with them.
+No etcd (unless flags name one), router or gateway: they would only add to what is measured. Caches
+lie in a folder on tmpfs and one on disk, and go with them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import services.cli.up.launch
 from services.cli.model import SMALL_MODEL, resolve
 from services.common.blocks import block_hashes
 from services.common.rpc.channel import open_channel
+from tests.support.netns import Host
 
 BLOCK = 32
 MODEL = "bench"
@@ -90,11 +91,14 @@ def folders() -> Iterator[Folders]:
 class Process:
     """A child that says where it listens, and ends with us."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, at: Host | None = None
+    ) -> None:
         self.name = name
         self.ready_file = folder / f"{name}.ready.json"
         self.log_file = folder / f"{name}.log"
-        self._command = list(command)
+        self._command = at.argv(command) if at else list(command)
+        self._env = at.env if at else {}
         self._popen: subprocess.Popen[bytes] | None = None
 
     @property
@@ -128,6 +132,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=os.environ | self._env,
                 start_new_session=True,
             )
 
@@ -169,10 +174,12 @@ class Process:
         await asyncio.to_thread(popen.wait)
 
 
-def _flags(name: str, ready_file: Path, flags: dict[str, object]) -> list[str]:
+def _flags(
+    name: str, ready_file: Path, flags: dict[str, object], at: Host | None = None
+) -> list[str]:
     basic: dict[str, object] = {
         "id": name,
-        "host": "127.0.0.1",
+        "host": at.control if at else "127.0.0.1",
         "port": 0,
         "events_port": 0,
         "metrics_port": 0,
@@ -249,12 +256,13 @@ async def worker(
     *,
     module: str = "services.worker",
     flags: Mapping[str, object],
+    at: Host | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker that serves `model` in float32; flags as its settings are called."""
     ready_file = place.disk / f"{name}.ready.json"
     given: dict[str, object] = {"model": model, "served_model_name": MODEL, "dtype": "float32"}
-    command = [sys.executable, "-m", module, *_flags(name, ready_file, {**given, **flags})]
-    process = Process(name, command, place.disk)
+    command = [sys.executable, "-m", module, *_flags(name, ready_file, {**given, **flags}, at)]
+    process = Process(name, command, place.disk, at)
     process.start()
     try:
         said = await process.ready()
@@ -267,8 +275,11 @@ async def worker(
 class Daemon:
     """A kvbm process, asked over gRPC on its Unix socket. Restarts keep its address and blocks."""
 
-    def __init__(self, place: Folders, name: str, flags: dict[str, object]) -> None:
+    def __init__(
+        self, place: Folders, name: str, flags: dict[str, object], at: Host | None = None
+    ) -> None:
         self.name = name
+        self._at = at
         self._place = place
         self._flags = flags
         self.socket = place.memory / f"{name}.sock"
@@ -298,9 +309,10 @@ class Daemon:
             "disk_cache_dir": place.disk / f"{self.name}-g3",
             "disk_free_gb": 0,
         }
-        flags = _flags(self.name, place.disk / f"{self.name}.ready.json", given | self._flags)
+        ready_file = place.disk / f"{self.name}.ready.json"
+        flags = _flags(self.name, ready_file, given | self._flags, self._at)
         command = [sys.executable, "-m", "services.kvbm", *flags]
-        self._process = Process(self.name, command, place.disk)
+        self._process = Process(self.name, command, place.disk, self._at)
         self._process.start()
         self.tcp = (await self._process.ready(60))["address"]
 
@@ -366,9 +378,11 @@ class Daemon:
 
 
 @contextlib.asynccontextmanager
-async def daemon(place: Folders, name: str = "kvbm", **flags: object) -> AsyncIterator[Daemon]:
+async def daemon(
+    place: Folders, name: str = "kvbm", *, at: Host | None = None, **flags: object
+) -> AsyncIterator[Daemon]:
     """A daemon that serves; flags as its settings are called."""
-    running = Daemon(place, name, flags)
+    running = Daemon(place, name, flags, at)
     try:
         await running.start()
         yield running

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from tests.support.netns import Host
 from tests.support.processes import Process, Ready
 
 MODEL = "org/tiny"
@@ -55,9 +56,16 @@ class Cluster:
     def __getitem__(self, name: str) -> Process:
         return self.processes[name]
 
-    def start(self, module: str, name: str, **flags: object) -> Process:
-        """Starts `python -m <module>`; flags as keyword arguments, ports free ones."""
-        process = Process(name, self._argv(module, name, flags), self.folder)
+    def start(self, module: str, name: str, at: Host | None = None, /, **flags: object) -> Process:
+        """Starts `python -m <module>`; flags as keyword arguments, ports free ones.
+
+        `at`: on that host of two, reached by the network of control.
+        """
+        if at is None:
+            process = Process(name, self._argv(module, name, flags), self.folder)
+        else:
+            argv = at.argv(self._argv(module, name, flags | {"host": at.control}))
+            process = Process(name, argv, self.folder, at.env)
         assert name not in self.processes, name
         self.processes[name] = process
         process.start()
@@ -69,14 +77,14 @@ class Cluster:
     def start_gateway(self, name: str = "gateway-0", **flags: object) -> Process:
         return self.start("services.gateway", name, **flags)
 
-    def start_worker(self, name: str, **flags: object) -> Process:
+    def start_worker(self, name: str, at: Host | None = None, /, **flags: object) -> Process:
         basic: dict[str, object] = {
             "model": self.model,
             "served_model_name": MODEL,
             "events_port": 0,
             **WORKER_FLAGS,
         }
-        return self.start("services.worker", name, **(basic | flags))
+        return self.start("services.worker", name, at, **(basic | flags))
 
     def keep(self, *names: str) -> None:
         """Names the processes that `heal` restores; all others it ends."""

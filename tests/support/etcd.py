@@ -96,12 +96,14 @@ class Etcd:
         folder: Path,
         *,
         name: str = "etcd",
+        host: str = "127.0.0.1",
         tls: TlsFiles | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
         self.folder = folder / name
         self.folder.mkdir(parents=True, exist_ok=True)
         self.name = name
+        self.host = host
         self.tls = tls
         self.arguments = list(arguments)
         self.port = free_port()
@@ -114,7 +116,7 @@ class Etcd:
     @property
     def endpoint(self) -> str:
         """host:port for clients."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def alive(self) -> bool:

@@ -1,6 +1,8 @@
 """Two network namespaces with a link between them that can be cut, and made slow.
 
-Each is a host to its processes: an address and a loopback of its own. Needs root.
+Each is a host to its processes: an address and a loopback of its own. For tests and benchmarks;
+needs root. By a second network, of control, all three reach each other whatever becomes of the
+link; `Host.env` keeps UCX off it.
 """
 
 from __future__ import annotations
@@ -31,11 +33,20 @@ class Host:
 
     namespace: str
     device: str
+    """Its end of the link."""
     address: str
+    """By the link."""
+    control: str
+    """By the network of control."""
 
     def argv(self, argv: Sequence[str]) -> list[str]:
         """A command, run there. Its /sys is that of the namespace, which UCX looks at."""
         return [shutil.which("ip") or IP, "netns", "exec", self.namespace, *argv]
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What keeps UCX to the link: else it would copy within the machine, past it."""
+        return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": self.device}
 
     def received_bytes(self) -> int:
         """Bytes that came over the link so far."""
@@ -49,6 +60,8 @@ class Link:
 
     a: Host
     b: Host
+    control: str
+    """This machine's address in the network of control."""
 
     def cut(self) -> None:
         """Nothing passes any more."""
@@ -70,23 +83,45 @@ class Link:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[Link]:
-    """Made, and removed at the end; skips the test where that is not permitted."""
+    """Made, and removed at the end. Skips a test where that can't be."""
     if os.geteuid() or not os.access(IP, os.X_OK) or not os.access(TC, os.X_OK):
         pytest.skip("needs root, ip and tc")
-    name, net = secrets.token_hex(3), secrets.randbelow(200) + 20
-    a = Host(f"fb{name}a", f"fb{name}a", f"10.213.{net}.1")
-    b = Host(f"fb{name}b", f"fb{name}b", f"10.213.{net}.2")
-    if subprocess.run([IP, "netns", "add", a.namespace], capture_output=True).returncode:
+    name, net = f"fb{secrets.token_hex(3)}", secrets.randbelow(200) + 20
+    # What a bridge of this machine passes on, its firewall decides; so it has a namespace, too.
+    hub = f"{name}h"
+    a, b = (
+        Host(f"{name}{side}", f"{name}{side}", f"10.213.{net}.{n}", f"10.214.{net}.{n}")
+        for n, side in ((1, "a"), (2, "b"))
+    )
+    link = Link(a, b, f"10.214.{net}.254")
+    if subprocess.run([IP, "netns", "add", hub], capture_output=True).returncode:
         pytest.skip("network namespaces are not permitted here")
     try:
-        _run(IP, "netns", "add", b.namespace)
+        for host in (a, b):
+            _run(IP, "netns", "add", host.namespace)
+        _run(IP, "-n", hub, "link", "add", "bridge", "type", "bridge")
+        _run(IP, "-n", hub, "link", "set", "bridge", "up")
+        _cable(hub, "mine", [], f"{name}c")
+        _run(IP, "addr", "add", f"{link.control}/24", "dev", f"{name}c")
+        _run(IP, "link", "set", f"{name}c", "up")
         veth = ("type", "veth", "peer", "name", b.device, "netns", b.namespace)
-        _run(IP, "link", "add", a.device, "netns", a.namespace, *veth)
+        _run(IP, "-n", a.namespace, "link", "add", a.device, *veth)
         for host in (a, b):
-            _run(IP, "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.device)
-            _run(IP, "-n", host.namespace, "link", "set", "lo", "up")
-            _run(IP, "-n", host.namespace, "link", "set", host.device, "up")
-        yield Link(a, b)
+            inside = ["-n", host.namespace]
+            _cable(hub, host.device, inside, "control")
+            for device, address in ((host.device, host.address), ("control", host.control)):
+                _run(IP, *inside, "addr", "add", f"{address}/24", "dev", device)
+                _run(IP, *inside, "link", "set", device, "up")
+            _run(IP, *inside, "link", "set", "lo", "up")
+        yield link
     finally:
-        for host in (a, b):
-            _run(IP, "netns", "del", host.namespace, check=False)
+        # With a namespace go its devices, and their other ends.
+        for namespace in (hub, a.namespace, b.namespace):
+            _run(IP, "netns", "del", namespace, check=False)
+
+
+def _cable(hub: str, port: str, inside: Sequence[str], device: str) -> None:
+    """Makes `device` inside a namespace, plugged into a port of the hub's bridge."""
+    _run(IP, *inside, "link", "add", device, "type", "veth", "peer", "name", port, "netns", hub)
+    _run(IP, "-n", hub, "link", "set", port, "master", "bridge")
+    _run(IP, "-n", hub, "link", "set", port, "up")

@@ -82,7 +82,7 @@ async def node(folder: Path, host: Host, etcd: str, id: str, *flags: str) -> Asy
     argv += ["--peer-window-mb", "16", *flags]
     process = daemon_process(folder, *argv, name=id, id=id)
     process.argv = host.argv(process.argv)
-    process.env = {"UCX_TLS": "tcp"}
+    process.env = host.env
     process.start()
     try:
         await process.until_ready()
