@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,11 +108,18 @@ class ChatClient:
         )
 
     async def stream(
-        self, model: str, prompt: str, *, worker: str = "", **fields: Any
+        self,
+        model: str,
+        prompt: str,
+        *,
+        worker: str = "",
+        enough: Callable[[], bool] = lambda: False,
+        **fields: Any,
     ) -> ChatAnswer:
         """One streamed chat request, read to its end; `worker`: the only one that will do.
 
-        An error event too raises RequestFailed.
+        Or until `enough`, which is asked at each token: then the answer is what has come so far. An
+        error event too raises RequestFailed.
         """
         headers = {**self._headers, **({HEADER_WORKER: worker} if worker else {})}
         body = _body(model, prompt, fields)
@@ -139,6 +146,8 @@ class ChatClient:
                         told = (choice.get("logprobs") or {}).get("content") or ()
                         tokens += [position["token"] for position in told]
                         arrivals += [time.perf_counter()] * len(told)
+                    if pieces and enough():
+                        break
                 told_by = response.headers
         except httpx.HTTPError as exc:
             raise RequestFailed(f"no answer from {self._url}: {_words(exc)}") from exc

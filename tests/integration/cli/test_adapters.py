@@ -141,6 +141,15 @@ async def test_a_streamed_answer() -> None:
     assert answer.ttft_s > 0
 
 
+async def test_a_stream_that_is_left_when_it_is_enough() -> None:
+    def gateway(request: httpx.Request) -> httpx.Response:
+        words = [{"choices": [{"delta": {"content": word}}]} for word in ("", "To", "kyo")]
+        return httpx.Response(200, text="".join(map(event, words)), headers=HEADERS)
+
+    answer = await chat(gateway).stream("m", "hi", enough=lambda: True)
+    assert (answer.text, answer.worker) == ("To", "w1")
+
+
 async def test_a_stream_that_breaks() -> None:
     def gateway(request: httpx.Request) -> httpx.Response:
         text = event({"choices": [{"delta": {"content": "To"}}]})

@@ -67,5 +67,6 @@ def test_the_published_form() -> None:
     assert told["disaggregated"]["transfers"] == 2
     assert told["disaggregated"]["transfer_gb_s"] == 3.0
     assert told["tokens_equal"] is True
-    other = Result(load, 1.0, {128: leg(0.4, tokens="abd")}, apart)
-    assert other.to_json()["tokens_equal"] is False
+    for chats, equal in (("abd", False), ("", False), ("ab", True)):
+        other = Result(load, 1.0, {128: leg(0.4, tokens=chats)}, apart)
+        assert other.to_json()["tokens_equal"] is equal, "chats are compared as far as they came"
