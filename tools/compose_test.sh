@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs compose.yaml for real: build, up --wait, a chat, a worker killed, a chat that its blocks
-# serve on the other worker, kvbm killed, blocks in S3, down.
+# serve on the other worker, kvbm killed, blocks in S3, a prompt in two legs, down.
 #
 # Uses the Docker engine that runs, or starts one for this test alone (root; Debian's docker.io is
 # installed if there is none). Images that can't be pulled are made here: the base image by
@@ -154,6 +154,19 @@ JSON
   cached=$(tr -d '\r' <"$work/headers" | sed -n 's/^x-forebay-cached-tokens: //Ip')
 }
 
+# Asks for a few words on a long text. A worker that only prefills must have computed it.
+long_chat() {
+  "$work/py/bin/python" -c "import json
+text = ' '.join(f'Line {n}: the keeper of the lock wrote down {n * 7} boats.' for n in range(40))
+print(json.dumps({'model': 'SmolLM2-135M-Instruct', 'temperature': 0, 'max_tokens': 8,
+                  'messages': [{'role': 'user', 'content': text}]}))" |
+    curl -sS --fail-with-body --max-time 120 -D "$work/headers" -o "$work/answer" "$url/v1/chat/completions" \
+      -H 'content-type: application/json' -d @- || { cat "$work/answer"; die "the long chat failed"; }
+  grep -i '^x-forebay' "$work/headers"
+  served=$(tr -d '\r' <"$work/headers" | sed -n 's/^x-forebay-worker: //Ip')
+  grep -qi '^x-forebay-prefill-worker: prefill' "$work/headers" || die "no other worker prefilled"
+}
+
 # One figure of kvbm, by a Python expression on its stats `s` and tiers by name `t`.
 figure() {
   docker compose exec -T kvbm python -m services.cli kv stats --address 127.0.0.1:8300 --json |
@@ -225,3 +238,12 @@ docker compose up --wait --wait-timeout 300
 until_figure "t['g4']['state'].split(':')[0]" ok
 chat
 docker compose exec -T kvbm python -m services.cli kv stats --address 127.0.0.1:8300
+
+say "with a worker that prefills for the others: a long prompt in two legs"
+export COMPOSE_PROFILES=s3,disagg FOREBAY_DISAGG=always
+docker compose up --wait --wait-timeout 300
+long_chat
+taken=$(docker compose exec -T "$served" python -c "import urllib.request as r
+lines = r.urlopen('http://127.0.0.1:8202/metrics').read().decode().splitlines()
+print(sum(float(x.split()[-1]) for x in lines if x.startswith('forebay_worker_transfers_total') and 'taken' in x))")
+[ "$taken" = 1.0 ] || die "$served took no KV from the worker that prefilled: $taken"
