@@ -334,14 +334,23 @@ class Link:
 
 
 @functools.cache
-def shared_server() -> SeaweedFS:
-    """One server for all tests of this process that take a prefix of their own in it.
-
-    A test that kills or freezes it brings it back.
-    """
+def _shared() -> SeaweedFS:
     folder = Path(tempfile.mkdtemp(prefix="forebay-seaweedfs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     server = SeaweedFS(folder)
     server.start()
     atexit.register(server.kill)
+    return server
+
+
+def shared_server() -> SeaweedFS:
+    """One server for all tests of this process that take a prefix of their own in it.
+
+    A test that kills or freezes it brings it back; if it failed before it did, this does.
+    """
+    server = _shared()
+    if server.alive:
+        server.thaw()
+    else:
+        server.start()
     return server

@@ -120,11 +120,14 @@ async def test_the_link_is_cut_and_heals(
         lambda: taken(cluster), lambda n: n > before, within_s=30, what="a transfer", every_s=0.005
     )
     link.cut()
+    logged = cluster[D].log_size()
     came = link.b.received_bytes()
     check(await asyncio.gather(*tasks), expected[0])
     before = await taken(cluster)
     check(await asyncio.gather(*start(client, second)), expected[1])
     assert (link.b.received_bytes(), await taken(cluster)) == (came, before)
+    told = cluster[D].log_tail(logged)
+    assert "a transfer failed" in told and "Traceback" not in told
     await Pairs(cluster).at_rest(P, D)
     link.heal()
     # Over TCP, UCX in the process that was read from may end it now: its requests go elsewhere.

@@ -126,7 +126,9 @@ async def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
             )
         stored = await n.space.store(n.fill(keys)[2 * RUN : 3 * RUN], 5)
         assert stored.errors[0] is not None
-        assert not n.tier.health.ok and "can't be reached" in n.tier.health.why
+        assert not n.tier.health.ok
+        # Of who asked when it died, or after: what ended last is what is told.
+        assert any(said in n.tier.health.why for said in ("can't be reached", "no answer"))
         await nothing_works_and_nothing_waits(n, keys)
         assert not (await n.tier.probe()).ok
         server.start()  # in this thread: it dies with the thread that started it

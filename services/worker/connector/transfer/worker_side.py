@@ -138,7 +138,7 @@ class TransferWorker(NixlPullConnectorWorker):  # type: ignore[misc]
                 if self._sums is not None:
                     self._sums.clear(expected.blocks)
                 results.failed_recving.add(request)
-                log.warning("a transfer failed; its blocks are computed", request=request, why=why)
+                log.warning("blocks are computed that did not come", request=request, why=why)
             seconds = time.monotonic() - expected.began_s
             good = 0 if why else len(expected.blocks)
             size = self._sums.block_bytes if self._sums is not None else 0
@@ -172,6 +172,20 @@ class TransferWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             self._silent[host, port] = time.monotonic() + _SILENT_S
             raise
         return super()._nixl_handshake(host, port, *rest, **more)
+
+    def _log_failure(
+        self,
+        failure_type: str,
+        req_id: str | None,
+        msg: str = "",
+        error: BaseException | None = None,
+        meta: ReqMeta | None = None,
+        **_: Any,
+    ) -> None:
+        """A line. vLLM's is an error with a traceback, for each request that is computed then."""
+        peer = meta.remote.host if meta is not None and meta.remote is not None else ""
+        why = msg or (str(error) or repr(error) if error is not None else "")
+        log.warning("a transfer failed", request=req_id, what=failure_type, peer=peer, why=why)
 
     def shutdown(self) -> None:
         """Ends it."""
