@@ -333,6 +333,7 @@ async def test_refused_by_another_life(rig: Any) -> None:
     async with rig(workers=2) as r:
         first, second = r.workers
         await first.kill()
+        await until(lambda: r.metric("workers_connected"), lambda n: n == 1, within_s=5)
         r.router.decide = lambda q: choose(
             q, [replace(first.instance, incarnation=77), second.instance]
         )
