@@ -47,6 +47,14 @@ class Rig:
         samples = await metrics(self.metrics_address)
         return samples.get((f"forebay_gateway_{name}", frozenset(labels.items())), 0.0)
 
+    async def lose(self, worker: TokenWorker) -> None:
+        """Kills a worker. The gateway has seen it: connections are refused, no session breaks."""
+        await worker.kill()
+        left = len(self.workers) - 1
+        await until(
+            lambda: self.metric("workers_connected"), lambda n: n == left, within_s=5, what="a loss"
+        )
+
 
 RigFactory = Callable[..., Any]
 

@@ -167,7 +167,7 @@ async def test_no_router_no_legs(pairs: Any) -> None:
 async def test_prefill_worker_refuses_connections(pairs: Any, text_of: Any) -> None:
     async with pairs() as r:
         prefill, decode = r.workers
-        await prefill.kill()
+        await r.lose(prefill)
         answer = await post(r)
         assert answer.json()["choices"][0]["text"] == text_of(expected_tokens(PROMPT, TOKENS))
         assert "x-forebay-prefill-worker" not in answer.headers
@@ -304,7 +304,7 @@ async def test_decode_worker_out_of_reach(pairs: Any, text_of: Any) -> None:
     """What nobody was given is let go of, and the next pair gets another leg, which hits."""
     async with pairs(decode=2) as r:
         prefill, dead, decode = r.workers
-        await dead.kill()
+        await r.lose(dead)
         answer = await post(r)
         assert answer.json()["choices"][0]["text"] == text_of(expected_tokens(PROMPT, TOKENS))
         assert answer.headers["x-forebay-worker"] == "d1"

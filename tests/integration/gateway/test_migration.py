@@ -220,7 +220,7 @@ async def test_refused_connection(rig: Any, tiny_model_path: Path) -> None:
     workers = [TokenWorker(f"w{i}", tiny_model_path) for i in range(2)]
     router = FakeRouter("r0", lambda q: choose(q, [w.instance for w in workers]))
     async with rig(workers=workers, router=router) as r:
-        await r.workers[0].kill()
+        await r.lose(r.workers[0])
         answer = await r.client.post(
             "/v1/completions", json=completion_body("tiny", PROMPT, max_tokens=2)
         )
@@ -332,8 +332,7 @@ async def test_refused_by_another_life(rig: Any) -> None:
     """The router means a worker's next life, which we don't know yet: that one is not blamed."""
     async with rig(workers=2) as r:
         first, second = r.workers
-        await first.kill()
-        await until(lambda: r.metric("workers_connected"), lambda n: n == 1, within_s=5)
+        await r.lose(first)
         r.router.decide = lambda q: choose(
             q, [replace(first.instance, incarnation=77), second.instance]
         )
