@@ -75,6 +75,8 @@ class Agents:
     async def rate(self, size: int, total: int) -> float:
         """Bytes a second in pieces of `size`, over `total` bytes and more."""
         assert self._read is not None
+        # As a daemon does that exports blocks: else its agent rests.
+        self._source.expect(60)
         done, began = 0, time.perf_counter()
         while done < total:
             done += await self._read(size)
