@@ -79,15 +79,7 @@ async def cluster(
     """The shared cluster, settled before the test and mended and checked after it."""
     cluster = session_cluster
     await settle(cluster)
-    starts = {name: process.log_size() for name, process in cluster.processes.items()}
-
-    def logs() -> list[tuple[str, str]]:
-        tails = [
-            (f"log of {n}", p.log_tail(starts.get(n, 0))) for n, p in cluster.processes.items()
-        ]
-        return [(title, text) for title, text in tails if text]
-
-    request.node.stash[LOGS] = logs
+    request.node.stash[LOGS] = cluster.logs_from_now()
     yield cluster
     cluster.heal()
     try:

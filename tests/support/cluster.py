@@ -7,7 +7,7 @@ one cluster: starting an engine is what costs time.
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -104,6 +104,15 @@ class Cluster:
     def url(self, gateway: str = "gateway-0") -> str:
         """Base address of a gateway, without /v1."""
         return f"http://{self.ready(gateway).address}"
+
+    def logs_from_now(self) -> Callable[[], list[tuple[str, str]]]:
+        """Gives what the processes have logged since now, by title: for a failed test's report."""
+        starts = {name: process.log_size() for name, process in self.processes.items()}
+        return lambda: [
+            (f"log of {n}", text)
+            for n, p in self.processes.items()
+            if (text := p.log_tail(starts.get(n, 0)))
+        ]
 
     def heal(self, timeout_s: float = 120) -> list[str]:
         """Ends what is not permanent, restarts and continues what is; names of those restarted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,6 @@ class KvCluster:
         """The one namespace that these arenas are of."""
         (path,) = self.arenas
         return bytes.fromhex(path.stem)
-
-    def logs_from_now(self) -> Callable[[], list[tuple[str, str]]]:
-        """Gives what the processes have logged since now, by title: for a failed test's report."""
-        starts = {name: process.log_size() for name, process in self.cluster.processes.items()}
-        return lambda: [
-            (f"log of {n}", text)
-            for n, p in self.cluster.processes.items()
-            if (text := p.log_tail(starts.get(n, 0)))
-        ]
 
     async def ask(
         self, worker: str, tokens: Sequence[int], *, max_tokens: int = 8, **more: Any

@@ -75,12 +75,7 @@ def apart(
 async def cluster(apart: Cluster, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     apart.heal()
     await settle(apart)
-    starts = {name: process.log_size() for name, process in apart.processes.items()}
-    request.node.stash[LOGS] = lambda: [
-        (f"log of {n}", text)
-        for n, p in apart.processes.items()
-        if (text := p.log_tail(starts.get(n, 0)))
-    ]
+    request.node.stash[LOGS] = apart.logs_from_now()
     yield apart
     apart.heal()
     await settle(apart)

@@ -59,12 +59,7 @@ async def cluster(
     far: Cluster, link: Link, request: pytest.FixtureRequest
 ) -> AsyncIterator[Cluster]:
     await put_right(far)
-    starts = {name: process.log_size() for name, process in far.processes.items()}
-    request.node.stash[LOGS] = lambda: [
-        (f"log of {n}", text)
-        for n, p in far.processes.items()
-        if (text := p.log_tail(starts.get(n, 0)))
-    ]
+    request.node.stash[LOGS] = far.logs_from_now()
     yield far
     link.heal()
     await put_right(far)
@@ -126,7 +121,7 @@ async def test_the_link_is_cut_and_heals(
     before = await taken(cluster)
     check(await asyncio.gather(*start(client, second)), expected[1])
     assert (link.b.received_bytes(), await taken(cluster)) == (came, before)
-    told = cluster[D].log_tail(logged)
+    told = cluster[D].log_text(logged)
     assert "a transfer failed" in told and "Traceback" not in told
     await Pairs(cluster).at_rest(P, D)
     link.heal()

@@ -49,7 +49,7 @@ def module_kv(engines: KvCluster, tmp_path_factory: pytest.TempPathFactory) -> K
 async def kv(module_kv: KvCluster, request: pytest.FixtureRequest) -> AsyncIterator[KvCluster]:
     """The module's cluster, all alive, at rest, with empty caches."""
     kv = module_kv
-    request.node.stash[LOGS] = kv.logs_from_now()
+    request.node.stash[LOGS] = kv.cluster.logs_from_now()
     for process in kv.cluster.processes.values():
         if not process.alive:
             process.start()

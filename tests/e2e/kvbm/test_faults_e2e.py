@@ -48,7 +48,7 @@ async def start(
 ) -> AsyncIterator[Start]:
     """Starts a daemon with flags and waits for the engines; their caches are empty then."""
     kv = engines
-    request.node.stash[LOGS] = kv.logs_from_now()
+    request.node.stash[LOGS] = kv.cluster.logs_from_now()
 
     async def begin(*, attached: bool = True, **flags: object) -> KvCluster:
         kv.replace_daemon(tmp_path / "kvbm", **{"cpu_cache_gb": 1 / 24, **flags})
