@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
+from forebay.router.v1 import router_pb2
 
-from tests.support.client import StreamResult, chat_body, stream
-from tests.support.cluster import MODEL
+from tests.support.client import RouterClient, StreamResult, chat_body, stream
+from tests.support.cluster import MODEL, Cluster
+from tests.support.pairs import Pairs
+from tests.support.polling import until
 from tests.support.words import prose
 
 REQUESTS = 8
@@ -61,3 +64,16 @@ def check(results: Sequence[StreamResult], expected: Sequence[str]) -> None:
         assert result.error is None and result.done, (number, result.chunks[-2:])
         assert result.finish_reasons() == ["length"]
         assert result.text() == text, number
+
+
+async def forget(cluster: Cluster, *workers: str) -> None:
+    """Empties engines' caches. The router knows of it: else it would count on what was there."""
+    await Pairs(cluster).at_rest(*workers)
+    await Pairs(cluster).forget(*workers)
+    async with RouterClient(cluster.ready("router-0").address) as router:
+
+        async def known() -> int:
+            stats = await router.stub.GetIndexStats(router_pb2.GetIndexStatsRequest(), timeout=5)
+            return int(stats.entries)
+
+        await until(known, lambda n: n == 0, within_s=10, what="a router that knows no blocks")

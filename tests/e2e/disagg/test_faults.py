@@ -6,16 +6,11 @@ import httpx
 import pytest
 
 from tests.e2e.disagg.conftest import D0, D1, P
-from tests.support.apart import REQUESTS, ask, body, check, expected_of, round_of, start
+from tests.support.apart import REQUESTS, ask, body, check, expected_of, forget, round_of, start
 from tests.support.client import WorkerClient, metric
 from tests.support.cluster import Cluster
 from tests.support.pairs import Pairs
 from tests.support.polling import until
-
-
-async def forget(cluster: Cluster) -> None:
-    await Pairs(cluster).at_rest(P, D0, D1)
-    await Pairs(cluster).forget(P, D0, D1)
 
 
 async def taken(cluster: Cluster) -> int:
@@ -26,7 +21,7 @@ async def taken(cluster: Cluster) -> int:
 async def test_texts_are_those_of_one_worker(cluster: Cluster, client: httpx.AsyncClient) -> None:
     bodies = round_of(0)
     expected = await expected_of(client, bodies, D1)
-    await forget(cluster)
+    await forget(cluster, P, D0, D1)
     before = await taken(cluster)
     results = await asyncio.gather(*start(client, bodies))
     check(results, expected)
@@ -44,7 +39,7 @@ async def test_kill_the_prefill_worker(
     """Before, during and after prefills and transfers, as it comes."""
     bodies = round_of(1 + repetition)
     expected = await expected_of(client, bodies, D1)
-    await forget(cluster)
+    await forget(cluster, P, D0, D1)
     before = await taken(cluster)
     tasks = start(client, bodies)
     await until(
@@ -61,7 +56,7 @@ async def test_kill_a_decode_worker(
 ) -> None:
     bodies = round_of(101 + repetition)
     expected = await expected_of(client, bodies, D1)
-    await forget(cluster)
+    await forget(cluster, P, D0, D1)
     before = await taken(cluster)
     tasks = start(client, bodies)
     await until(
@@ -80,7 +75,7 @@ async def test_a_worker_stops_and_goes_on(
     """Past every deadline: the read's, the lease's, the gateway's for silence."""
     bodies = round_of(201 + 10 * repetition + (victim == P))
     expected = await expected_of(client, bodies, D1)
-    await forget(cluster)
+    await forget(cluster, P, D0, D1)
     before = await taken(cluster)
     tasks = start(client, bodies)
     await until(
@@ -94,7 +89,7 @@ async def test_a_worker_stops_and_goes_on(
     await Pairs(cluster).at_rest(P, D0, D1)
     again = round_of(291 + 10 * repetition + (victim == P))
     expected = await expected_of(client, again, D1)
-    await forget(cluster)
+    await forget(cluster, P, D0, D1)
     check(await asyncio.gather(*start(client, again)), expected)
 
 

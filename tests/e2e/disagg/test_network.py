@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import LOGS
 from tests.e2e.conftest import settle
 from tests.e2e.disagg.conftest import FLAGS
-from tests.support.apart import REQUESTS, check, expected_of, round_of, start
+from tests.support.apart import REQUESTS, check, expected_of, forget, round_of, start
 from tests.support.client import http_client, metric
 from tests.support.cluster import Cluster
 from tests.support.etcd import Etcd
@@ -75,12 +75,7 @@ async def put_right(cluster: Cluster) -> None:
     """All alive and at rest, with empty caches."""
     cluster.heal()
     await settle(cluster)
-    await forget(cluster)
-
-
-async def forget(cluster: Cluster) -> None:
-    await Pairs(cluster).at_rest(P, D)
-    await Pairs(cluster).forget(P, D)
+    await forget(cluster, P, D)
 
 
 async def taken(cluster: Cluster) -> int:
@@ -92,7 +87,7 @@ async def test_kv_goes_over_the_link(
 ) -> None:
     bodies = round_of(600)
     expected = await expected_of(client, bodies, D)
-    await forget(cluster)
+    await forget(cluster, P, D)
     address = cluster.ready(D).metrics_address
     moved = await metric(address, "forebay_worker_transfer_bytes_total")
     taken_before, came_before = await taken(cluster), link.b.received_bytes()
@@ -108,7 +103,7 @@ async def test_the_link_is_cut_and_heals(
     """Cut in the midst, and still cut for the next round: all is computed, nothing is held."""
     first, second, third = (round_of(700 + 10 * repetition + n) for n in range(3))
     expected = [await expected_of(client, bodies, D) for bodies in (first, second, third)]
-    await forget(cluster)
+    await forget(cluster, P, D)
     before = await taken(cluster)
     tasks = start(client, first)
     await until(
