@@ -23,9 +23,25 @@ import uvloop
 
 from benchmarks.report import Report
 from benchmarks.router import endtoend
-from benchmarks.router.load import MODEL, chain_keys, new_core, rss_bytes, stored, timed
+from benchmarks.router.load import (
+    MODEL,
+    NAMESPACE,
+    chain_keys,
+    new_core,
+    rss_bytes,
+    stored,
+    timed,
+)
 from benchmarks.router.rival import VERSION, Feed, Rival, RivalMissing
-from services.common.events.model import Batch, BlocksCleared, BlocksRemoved, BlocksStored, Tier
+from services.common.events.model import (
+    Batch,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Snapshot,
+    Tier,
+    TierBlocks,
+)
 from services.common.ids import AttemptId, BlockKey
 from services.router.core.answers import Placement, Query
 from services.router.core.index import PrefixIndex
@@ -38,6 +54,8 @@ TOKENS = (1_000, 8_000, 64_000, 128_000)
 BLOCK_SIZES = (16, 64)
 WORKERS = (2, 8, 64)
 ATTEMPT = AttemptId("a")
+PER_NODE = 8
+"""Workers above one daemon."""
 SWEEP = 2_000
 """Entries that the router frees in one go."""
 
@@ -107,6 +125,34 @@ def decisions(report: Report, rival: Rival, quick: bool) -> None:
             goal=1.0,
             note=f"{row['find_us']:.0f} us; rival {row['rival_find_us']:.0f} us",
         )
+
+
+def daemons(report: Report) -> None:
+    """Decisions where blocks lie in the host memory of nodes as well, from which all may fetch."""
+    table = []
+    for workers, blocks in ((8, 1000), (64, 1000), (64, 8000), (1000, 1000)):
+        chains = chain_keys(BLOCKS // 10 // blocks, blocks, seed=5)
+        plain, core = new_core(workers, 16), new_core(workers, 16, per_node=PER_NODE)
+        nodes = workers // PER_NODE
+        for batch in stored(chains, workers):
+            for one in (plain, core):
+                one.apply(batch, 0.0)
+        for node in range(nodes):
+            part = [key for chain in chains[node::nodes] for key in chain]
+            held = TierBlocks(Tier.G2, part, namespace=NAMESPACE)
+            core.nodes.reset(Snapshot(f"n{node}", 1, 0, (held,)), 0.0)
+        queries = [Query(MODEL, blocks * 16 + 5, keys, 16) for keys in chains]
+        without, within = (
+            timed(partial(decide, one, queries), 400, partial(one.release, ATTEMPT)).p50_us
+            for one in (plain, core)
+        )
+        table.append({"workers": workers, "blocks": blocks, "us": within, "without_us": without})
+        report.add(
+            f"decision with daemons beside without, {blocks:,} blocks, {workers:,} workers",
+            within / without,
+            note=f"{within:.0f} us, {without:.0f} us without",
+        )
+    report.raw["daemons"] = table
 
 
 def selection(report: Report, rival: Rival, quick: bool) -> None:
@@ -290,6 +336,7 @@ def main() -> int:
         with Rival() as rival:
             decisions(report, rival, arguments.quick)
             selection(report, rival, arguments.quick)
+        daemons(report)
         intake(report, rival, arguments.quick)
     except RivalMissing as exc:
         print(f"the rival is missing: {exc}", file=sys.stderr)

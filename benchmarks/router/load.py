@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from services.common.events.codec import encode
 from services.common.events.model import Batch, BlocksStored, Snapshot, Tier
 from services.common.ids import BlockKey
+from services.router.core.nodes import NodeInfo
 from services.router.core.placement import CoreConfig, RouterCore
 from services.router.core.workers import WorkerInfo
 
@@ -19,6 +20,8 @@ MODEL = "m"
 BATCH = 128
 """Blocks of a prefill step of 2,048 tokens, at 16 tokens each: in one event."""
 _INCARNATION = 7
+NAMESPACE = bytes(32)
+"""Of daemons' blocks."""
 
 
 def rss_bytes() -> int:
@@ -33,12 +36,26 @@ def chain_keys(chains: int, length: int, seed: int) -> list[list[BlockKey]]:
     return [[BlockKey(rng.getrandbits(63)) for _ in range(length)] for _ in range(chains)]
 
 
-def new_core(workers: int, block_size: int, capacity: int = 1 << 20) -> RouterCore:
-    """A core that knows so many empty workers."""
+def new_core(
+    workers: int, block_size: int, capacity: int = 1 << 20, per_node: int = 0
+) -> RouterCore:
+    """A core that knows so many empty workers; `per_node`: above each daemon."""
     core = RouterCore(CoreConfig(), random.Random(1))
     for number in range(workers):
+        node = f"n{number // per_node}" if per_node else ""
+        if node and number % per_node == 0:
+            core.nodes.record(NodeInfo(node, 1, "127.0.0.1:2", transfer="nixl"), 0.0)
+            core.nodes.reset(Snapshot(node, 1, 0), 0.0)
         info = WorkerInfo(
-            f"w{number}", _INCARNATION, "127.0.0.1:1", MODEL, block_size, capacity, 1 << 24
+            f"w{number}",
+            _INCARNATION,
+            "127.0.0.1:1",
+            MODEL,
+            block_size,
+            capacity,
+            1 << 24,
+            kvbm=node,
+            namespace=NAMESPACE,
         )
         core.record(info, 0.0)
         core.reset(Snapshot(info.id, _INCARNATION, 0), 0.0)

@@ -28,7 +28,7 @@ from services.router.adapters.events import Followers
 from services.router.core.index import Digest
 from services.router.core.lives import Liveness
 from services.router.core.nodes import NodeTable
-from services.router.core.tiers import TierWalk
+from services.router.core.walk import TierWalk
 from tests.fakes.node import FakeNode, fake_node
 from tests.support.kvbm import NAMESPACE, chain, engine
 from tests.support.polling import until

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from services.router.core.board import Board
 from services.router.core.choice import Choices, Page
 from services.router.core.churn import ChurnBook
-from services.router.core.cost import Candidate
+from services.router.core.cost import Candidate, CostModel
 from services.router.core.index import PrefixIndex
 from services.router.core.lives import Liveness
 from services.router.core.load import LoadBook
@@ -38,11 +39,11 @@ class Books:
         onboard: OnboardDefaults,
         node_blocks: int,
         booking_ttl_s: float,
-        most_churn: float,
+        cost: CostModel,
         on_gone: Callable[[int], None],
     ) -> None:
         self._liveness = liveness
-        self._most_churn = most_churn
+        self._most_churn = cost.most_churn
         self._on_gone = on_gone
         self.table = WorkerTable(liveness)
         self.index = PrefixIndex()
@@ -51,7 +52,9 @@ class Books:
         self.rates = RateBook(rates)
         self.transfers = TransferBook(transfers)
         self.pages: dict[int, Page] = {}
-        self.choices = Choices(self.table, self.pages, liveness)
+        self._candidates: dict[int, Candidate] = {}
+        self.board = Board(cost, self._candidates)
+        self.choices = Choices(self.table, self.pages, self.board, liveness)
         self._churn = ChurnBook()
         self._onboard = OnboardModel(onboard)
 
@@ -106,10 +109,11 @@ class Books:
 
     def refresh(self) -> None:
         """Writes into the candidates what has changed of their load."""
-        load, pages = self.load, self.pages
+        load, candidates = self.load, self._candidates
         if load.changed:
             for slot in load.changed:
-                load.fill(pages[slot].candidate)
+                load.fill(candidates[slot])
+            self.board.changed(load.changed)
             load.changed.clear()
 
     def learn(self, slots: Iterable[int]) -> None:
@@ -145,21 +149,22 @@ class Books:
         self.transfers.check_invariants()
         self._churn.check_invariants()
         self.nodes.check_invariants()
+        assert self._candidates == {slot: page.candidate for slot, page in self.pages.items()}
         slots = {rank.slot: rank for worker in self.table for rank in worker.ranks}
         assert slots == {slot: page.rank for slot, page in self.pages.items()}
         for slot, page in self.pages.items():
             model = page.worker.info.model
             assert self.rates.group(slot) == self._churn.group(slot) == model
             c = page.candidate
-            assert not (c.g1_tokens or c.lower_tokens or c.mates or c.repeats or page.below), (
-                "left over"
-            )
+            written = c.prompt_tokens or c.g1_tokens or c.lower_tokens or c.mates or c.repeats
+            assert not (written or page.below), "left over"
             if slot not in self.load.changed:
                 fresh = replace(c)
                 self.load.fill(fresh)
-                fresh.stale = c.stale
+                fresh.line = c.line
                 assert fresh == c, "a load that nobody wrote down"
         self.choices.check_invariants()
+        self.board.check_invariants()
 
     # Inside.
 
@@ -172,15 +177,18 @@ class Books:
             self._churn.remove_slot(rank.slot)
             self.transfers.forget(rank.holder.id)
             self._on_gone(rank.slot)
-            self.pages.pop(rank.slot, None)
+            if self.pages.pop(rank.slot, None) is not None:
+                del self._candidates[rank.slot]
+                self.board.remove(rank.slot)
         info = change.worker.info
         for rank in change.added:
             self.index.add_holder(rank.slot, info.total_blocks)
             self.load.add_slot(rank.slot)
             self.rates.add_slot(rank.slot, info.model)
             self._churn.add_slot(rank.slot, info.model, info.total_blocks)
-            page = Page(change.worker, rank, Candidate(rank.slot, warm=False))
-            self.pages[rank.slot] = page
+            candidate = self._candidates[rank.slot] = Candidate(rank.slot)
+            self.pages[rank.slot] = Page(change.worker, rank, candidate)
+            self.board.add(rank.slot)
             self.learn((rank.slot,))
 
     def _regroup(self, slot: int, info: WorkerInfo) -> None:
@@ -199,4 +207,5 @@ class Books:
     def _weigh(self, candidate: Candidate) -> None:
         most = self._most_churn
         candidate.churn = min(max(self._churn.excess(candidate.slot), -most), most)
-        candidate.stale = True
+        candidate.line = None
+        self.board.changed((candidate.slot,))

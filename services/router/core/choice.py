@@ -7,11 +7,13 @@ anew would cost more than the rest of a decision. Whatever changes who may be ch
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from services.router.core.answers import Bar, Query, Refusal
+from services.router.core.board import Board, Costs, Sheet
 from services.router.core.cost import Candidate
 from services.router.core.eligibility import bar_of, has_own_workers, refusal
 from services.router.core.lives import Liveness, Status
@@ -43,10 +45,10 @@ class Page:
     def wipe(self) -> None:
         """Forgets what was written of one prompt."""
         candidate = self.candidate
+        candidate.prompt_tokens = 0
         candidate.g1_tokens = candidate.g2_tokens = candidate.g3_tokens = candidate.g4_tokens = 0
         candidate.peer_tokens = 0
         candidate.mates = candidate.repeats = candidate.onboard_s = 0.0
-        candidate.warm = False
         self.below = None
 
 
@@ -60,8 +62,12 @@ class Choice:
 
     pages: list[Page]
     candidates: list[Candidate]
-    tiered: list[Page]
-    """Those with a daemon below them."""
+    numbers: dict[int, int]
+    """Where in these two a slot is."""
+    sheet: Sheet
+    """What they cost where nothing of a prompt is."""
+    beneath: list[tuple[str, bytes]]
+    """Daemons below them, by id and namespace: in this order are the sheet's groups."""
     until: float
     """When the first of them may have been silent for too long."""
     longest: float
@@ -93,13 +99,13 @@ class Reach:
         return self.slots | self.prefill if self.prefill else self.slots
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """Whom a decision fell on."""
 
     best: int
     """Number of the worker among those in choice."""
-    costs: list[float]
+    costs: Costs
     """Of all of them."""
     stays: bool
     """It is not the cheapest: a session stays with it."""
@@ -110,9 +116,12 @@ class Verdict:
 class Choices:
     """Who may be chosen, by the table's workers; `pages` by slot are the caller's."""
 
-    def __init__(self, table: WorkerTable, pages: Mapping[int, Page], liveness: Liveness) -> None:
+    def __init__(
+        self, table: WorkerTable, pages: Mapping[int, Page], board: Board, liveness: Liveness
+    ) -> None:
         self._table = table
         self._pages = pages
+        self._board = board
         self._liveness = liveness
         self._remembered: dict[tuple[str, int, str], Choice] = {}
         self._pools: dict[tuple[str, int, str], Choice] = {}
@@ -259,7 +268,7 @@ class Choices:
 
     def _pool(self, query: Query, now: float) -> Choice:
         there = [w for w in self.classes(query, now)[1] if w.info.transfer]
-        return self._made_of(there) if there else Choice([], [], [], _NEVER, _NEVER, {})
+        return self._made_of(there)
 
     def _made_of(self, workers: list[Worker], dp_rank: int | None = None) -> Choice:
         pages = [
@@ -272,12 +281,20 @@ class Choices:
         for page in pages if self.prefillers else ():
             if page.worker.info.transfer:
                 ways.setdefault(way_of(page.worker.info), []).append(page)
+        slots = [page.rank.slot for page in pages]
+        above: dict[tuple[str, bytes], list[int]] = {}
+        for number, page in enumerate(pages):
+            if page.worker.info.kvbm:
+                where = page.worker.info.kvbm, page.worker.info.namespace
+                above.setdefault(where, []).append(number)
         return Choice(
             pages,
             [page.candidate for page in pages],
-            [page for page in pages if page.worker.info.kvbm],
-            min(w.heard_at for w in workers) + self._liveness.suspect_after_s,
-            min(w.info.max_model_len or _NEVER for w in workers),
+            dict(zip(slots, itertools.count())),
+            self._board.sheet(slots, list(above.values())),
+            list(above),
+            min((w.heard_at for w in workers), default=_NEVER) + self._liveness.suspect_after_s,
+            min((w.info.max_model_len or _NEVER for w in workers), default=_NEVER),
             ways,
         )
 

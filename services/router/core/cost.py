@@ -101,17 +101,11 @@ class Candidate:
     free_at: float = 0.0
     """When the queue is done, if the head takes as long as expected."""
     told_free_at: float = _NEVER
-    """When all that the engine's report left is done."""
+    """When all that the engine's report left, and what came after it, is done."""
     fresh_s: float = 0.0
     """What came after the report."""
-
-    # What a cost model makes of all that, for a prompt that is cold here (CostModel.totals).
-    warm: bool = True
-    """Whether anything of the prompt is here; false spares looking."""
-    stale: bool = True
-    base_s: float = 0.0
-    line_s: float = 0.0
-    square_s: float = 0.0
+    line: tuple[float, float, float] | None = None
+    """What a cost model makes of load and rates (CostModel.line), until they change."""
 
     @property
     def lower_tokens(self) -> int:
@@ -137,7 +131,7 @@ class Candidate:
 
     def settle(self) -> None:
         """Works out the queue's seconds anew; to be called when load or rates have changed."""
-        self.stale = True
+        self.line = None
         total = self.rest_s = self.queued_s = (
             self.request_s * self.queued_requests
             + self.token_s * self.queued_tokens
@@ -146,10 +140,10 @@ class Candidate:
         self.free_at = 0.0
         if self.head_tokens:
             head = self.request_s + self.token_s * self.head_tokens + self.pair_s * self.head_pairs
-            self.rest_s = total - head
+            self.rest_s = max(0.0, total - head)
             self.free_at = self.head_since + total
-        self.told_free_at = self.told_at + total * self.told_share
         self.fresh_s = total * self.fresh_share
+        self.told_free_at = self.told_at + total * self.told_share + self.fresh_s
 
     def load_s(self) -> float:
         """Seconds to bring up what is usable from lower tiers, never more than computing it."""
@@ -165,10 +159,9 @@ class Candidate:
         if left < self.rest_s:
             left = self.rest_s
         told = self.told_free_at - now
-        told = (told if told > 0 else 0.0) + self.fresh_s
-        if told < left:
-            left = told
-        return left if left > 0 else 0.0
+        if told < self.fresh_s:
+            told = self.fresh_s
+        return told if told < left else left
 
     def ahead_tokens(self, now: float) -> float:
         """Tokens that are still to be computed before a new request's."""
@@ -216,22 +209,8 @@ class CostModel:
     """Tokens for which decodes count that slow each other down."""
 
     def totals(self, candidates: Sequence[Candidate], now: float) -> list[float]:
-        """`score(c, now).total_s` of each candidate, without its parts; runs in each decision.
-
-        Where a prompt is cold its cost is a polynomial in its length, worked out when load or rates
-        have changed.
-        """
-        totals = []
-        for c in candidates:
-            if c.stale:
-                self._prepare(c)
-            left = c.queue_s(now) if c.queued_s else 0.0
-            if c.warm:
-                totals.append(left + self._warm(c))
-            else:
-                prompt = c.prompt_tokens
-                totals.append(left + c.base_s + prompt * (c.line_s + prompt * c.square_s))
-        return totals
+        """`total` of each candidate."""
+        return [self.total(c, now) for c in candidates]
 
     def decode_s(self, c: Candidate) -> float:
         """What it costs to decode a prompt there that comes computed: of the score, all that has
@@ -243,48 +222,73 @@ class CostModel:
             + self.space_weight * c.active_tokens * c.token_s
         )
 
-    def _prepare(self, c: Candidate) -> None:
-        weight = 1 + self.own_weight + self.churn_weight * c.churn
+    def weight(self, c: Candidate) -> float:
+        """How much a second of computing counts there."""
+        return 1 + self.own_weight + self.churn_weight * c.churn
+
+    def line(self, c: Candidate) -> tuple[float, float, float]:
+        """What a prompt of which nothing is there costs without the queue: a polynomial in its
+        length. Its coefficients, the constant first.
+        """
+        if c.line is not None:
+            return c.line
+        weight = self.weight(c)
         decodes = self.decode_tokens * c.decoding
         space = self.space_weight * c.active_tokens * c.token_s
         slower = self.decode_tokens * (c.decoding * c.sequence_s + c.active_tokens * c.kv_s)
-        c.base_s = weight * c.request_s + decodes * c.sequence_s + slower + space
-        c.line_s = weight * c.token_s + decodes * c.kv_s
-        c.square_s = weight * c.pair_s / 2
-        c.stale = False
+        c.line = (
+            weight * c.request_s + decodes * c.sequence_s + slower + space,
+            weight * c.token_s + decodes * c.kv_s,
+            weight * c.pair_s / 2,
+        )
+        return c.line
 
-    def _warm(self, c: Candidate) -> float:
-        """Without the queue. Like a cold prompt, less the blocks that are here; and the crowd."""
+    def worth(self, c: Candidate, cached: int) -> float:
+        """What it costs to compute so many tokens at the beginning of a prompt. Each attends to
+        those before it: to half of them on average.
+        """
+        return self.weight(c) * cached * (c.token_s + c.pair_s * cached / 2)
+
+    def total(self, c: Candidate, now: float) -> float:
+        """`score(c, now).total_s`, without its parts."""
         prompt = c.prompt_tokens
+        base, line, square = self.line(c)
+        return c.queue_s(now) + base + prompt * (line + prompt * square) + self.warmth(c)
+
+    def warmth(self, c: Candidate) -> float:
+        """What the blocks that are there add to that of a prompt of which nothing is: less to
+        compute, and the crowd on them.
+        """
         lower = c.g2_tokens + c.g3_tokens + c.g4_tokens + c.peer_tokens
         cached = c.g1_tokens + lower
-        weight = 1 + self.own_weight + self.churn_weight * c.churn
-        total = c.base_s + prompt * (c.line_s + prompt * c.square_s)
-        # Each token attends to those before it: among the cached ones, to half of them on average.
-        worth = weight * cached * (c.token_s + c.pair_s * cached / 2)
-        total -= worth
+        token_s = c.token_s
+        worth = self.worth(c, cached)
+        total = -worth
         if c.repeats:
-            total += min(self.repeat_weight * c.repeats * c.token_s, worth)
+            total += min(self.repeat_weight * c.repeats * token_s, worth)
         if c.mates > self.free_mates:
-            total += c.token_s * self.crowd_weight * (c.mates - self.free_mates) * prompt
+            crowd = self.crowd_weight * (c.mates - self.free_mates)
+            total += token_s * crowd * c.prompt_tokens
         if lower:
-            total += min(c.onboard_s, lower * c.token_s)
+            total += min(c.onboard_s, lower * token_s)
         return total
 
     def score(self, c: Candidate, now: float) -> Score:
         """The score of one candidate."""
-        prefill, token_s = c.prefill_s, c.token_s
+        token_s, prompt = c.token_s, c.prompt_tokens
         queue = c.queue_s(now)
-        onboard = min(c.onboard_s, c.lower_tokens * token_s)
-        cached = c.g1_tokens + c.lower_tokens
-        weight = 1 + self.own_weight + self.churn_weight * c.churn
-        worth = weight * cached * (token_s + c.pair_s * cached / 2)
+        lower = c.g2_tokens + c.g3_tokens + c.g4_tokens + c.peer_tokens
+        cached = c.g1_tokens + lower
+        uncached = prompt - cached
+        prefill = c.request_s + uncached * (token_s + c.pair_s * (prompt - uncached / 2))
+        onboard = min(c.onboard_s, lower * token_s)
+        worth = self.worth(c, cached)
         imposed = (
             prefill * (self.own_weight + self.churn_weight * c.churn)
-            + self.decode_tokens * c.decoding * (c.sequence_s + c.kv_s * c.prompt_tokens)
+            + self.decode_tokens * c.decoding * (c.sequence_s + c.kv_s * prompt)
             + self.decode_tokens * (c.decoding * c.sequence_s + c.active_tokens * c.kv_s)
             + self.space_weight * c.active_tokens * token_s
-            + self.crowd_weight * max(0.0, c.mates - self.free_mates) * c.prompt_tokens * token_s
+            + self.crowd_weight * max(0.0, c.mates - self.free_mates) * prompt * token_s
             + min(self.repeat_weight * c.repeats * token_s, worth)
         )
         return Score(queue, prefill, onboard, imposed, queue + prefill + onboard + imposed)

@@ -1,11 +1,13 @@
 """Decisions: who gets a request, of those in choice, and whether another worker prefills for it.
 
-Writes what there is to know of a prompt into the candidates, asks the policy, compares the two ways
-to serve it (apart.py), and wipes it off again. Books nothing: booking.py does.
+Has what there is to know of a prompt written into the candidates (drafts.py), asks the policy,
+compares the two ways to serve it (apart.py), and wipes all off again. Books nothing: that is
+booking.py's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,9 +22,11 @@ from services.router.core.apart import (
     Path,
     path_score,
 )
+from services.router.core.board import Costs, level
 from services.router.core.books import Books
 from services.router.core.choice import Choice, Page, Verdict, Way, way_of
 from services.router.core.cost import Candidate, CostModel
+from services.router.core.drafts import Drafts
 from services.router.core.fared import fared
 from services.router.core.policies import Ask, Policy, PolicyName
 from services.router.core.repeats import RepeatBook
@@ -79,6 +83,7 @@ class Decider:
         self._books = books
         self._policy = policy
         self._kv = policy.name is PolicyName.KV
+        self._drafts = Drafts(books, cost)
         self._when = apart.when
         self._pairing = Pairing(apart, cost, books.transfers)
         self._sessions = sessions
@@ -86,8 +91,6 @@ class Decider:
         self._dice = dice
         self._lot = dice.randrange(1 << 62)
         self._repeats: dict[str, RepeatBook] = {}
-        self._touched: list[Page] = []
-        """Pages that the prompt of the decision in hand is written into."""
 
     def decide(
         self, choice: Choice, query: Query, now: float, max_wait_s: float, spared: Set[int]
@@ -97,10 +100,14 @@ class Decider:
         pool = None
         if self._when is not Disagg.NEVER:
             pool = self._books.choices.pool(query, choice, now)
-        self._write(choice, pool, query, prompt)
+        repeats = self._repeated(query.model) if self._kv else None
+        # Both pools share what is to be computed.
+        among = len(choice.pages) + (len(pool.pages) if pool else 0)
+        self._drafts.begin(query, prompt, repeats, among)
         ask = Ask(now, query.keys, query.block_size or 1, self._lot)
         limits = Limits(now, max_wait_s, spared)
         verdict = self._judge(choice, query, ask, limits)
+        self._drafts.of(choice.pages[verdict.best])
         decision = Decision(choice, query, prompt, ask, verdict, limits)
         if pool is not None and verdict.in_time:
             self._look_apart(decision, pool)
@@ -108,9 +115,7 @@ class Decider:
 
     def wipe(self) -> None:
         """What was written of one prompt must not weigh for the next."""
-        for page in self._touched:
-            page.wipe()
-        self._touched.clear()
+        self._drafts.wipe()
 
     def taken(self, decision: Decision) -> None:
         """A decision was carried out."""
@@ -132,6 +137,8 @@ class Decider:
 
     def rows(self, decision: Decision) -> list[Scored]:
         """How all fared that were in choice."""
+        for page in decision.choice.pages:
+            self._drafts.of(page)
         return fared(decision.choice, decision.verdict, self._policy, decision.ask, decision.split)
 
     def ways(self, decision: Decision) -> tuple[PathScore, PathScore | None]:
@@ -162,58 +169,10 @@ class Decider:
 
     # Inside.
 
-    def _write(self, choice: Choice, pool: Choice | None, query: Query, prompt: Prompt) -> None:
-        """Writes into the candidates what there is to know of them."""
-        books, pages = self._books, self._books.pages
-        books.refresh()
-        tokens, block_size = query.prompt_tokens, query.block_size or 1
-        tiered, computing = choice.tiered, len(choice.candidates)
-        for candidate in choice.candidates:
-            candidate.prompt_tokens = tokens
-        if pool is not None:
-            for candidate in pool.candidates:
-                candidate.prompt_tokens = tokens
-            # Both share what is to be computed.
-            tiered, computing = tiered + pool.tiered, computing + len(pool.candidates)
-        touched = self._touched
-        deepest = 0
-        for slot in prompt.slots():
-            page = pages[slot]
-            touched.append(page)
-            candidate = page.candidate
-            own = prompt.own(slot)
-            if own > deepest:
-                deepest = own
-            # A last block may be partly filled, and one token is always computed.
-            candidate.g1_tokens = min(own * block_size, max(0, tokens - 1))
-            candidate.mates = prompt.crowd(slot)
-            candidate.warm = True
-        if deepest and self._kv:
-            prompt.fork = query.keys[deepest - 1]
-            book = self._repeated(query.model)
-            share = book.tokens / computing
-            for slot, computed in book.at(prompt.fork).items():
-                # Less than a block more is nothing.
-                if computed - share >= block_size and slot in pages and pages[slot].candidate.warm:
-                    pages[slot].candidate.repeats = computed - share
-        for page in tiered:
-            candidate = page.candidate
-            usable = prompt.at(page.worker.info, page.rank.slot, candidate.prefill_rate)
-            overlap = usable.overlap
-            if overlap.lower:
-                touched.append(page)
-                candidate.g2_tokens = overlap.g2 * block_size
-                candidate.g3_tokens = overlap.g3 * block_size
-                candidate.g4_tokens = overlap.g4 * block_size
-                candidate.peer_tokens = overlap.peer * block_size
-                candidate.onboard_s = usable.onboard_s
-                candidate.warm = True
-                page.below = usable
-
     def _judge(self, choice: Choice, query: Query, ask: Ask, limits: Limits) -> Verdict:
         """Who gets all of a request; without effect."""
         candidates = choice.candidates
-        costs = self._policy.costs(ask, candidates)
+        costs = self._costs(choice, ask)
         best = cheapest = self._best(costs)
         if query.session:
             best = self._home(choice, query, best, ask.now)
@@ -223,6 +182,12 @@ class Decider:
         if not free:
             return Verdict(best, costs, best != cheapest, False)
         return Verdict(free[self._best([costs[i] for i in free])], costs, False, True)
+
+    def _costs(self, choice: Choice, ask: Ask) -> Costs:
+        """What the policy says of each in choice."""
+        if self._kv:
+            return self._drafts.totals(choice, ask.now)
+        return self._policy.costs(ask, [self._drafts.of(page) for page in choice.pages])
 
     def _look_apart(self, decision: Decision, pool: Choice) -> None:
         page, limits = decision.page, decision.limits
@@ -235,6 +200,8 @@ class Decider:
             decoders: Mapping[Way, Sequence[Page]] = decision.choice.ways
         else:
             decoders = {way_of(page.worker.info): [page]} if page.worker.info.transfer else {}
+        for page in itertools.chain(pool.pages, *decoders.values()):
+            self._drafts.of(page)
         apart = self._pairing.apart(decoders, pool, limits, decision.ask.lot)
         decision.apart = apart
         always = self._when is Disagg.ALWAYS
@@ -249,10 +216,9 @@ class Decider:
             book = self._repeats[model] = RepeatBook()
         return book
 
-    def _best(self, costs: list[float]) -> int:
+    def _best(self, costs: Costs) -> int:
         """Number of the cheapest; the lot decides between equal ones."""
-        most = min(costs) + self._policy.tolerance
-        ties = [i for i, cost in enumerate(costs) if cost <= most]
+        ties = level(costs, self._policy.tolerance)
         return ties[self._lot % len(ties)]
 
     def _home(self, choice: Choice, query: Query, best: int, now: float) -> int:
@@ -261,7 +227,8 @@ class Decider:
         key = session_key(query.session, query.model, query.tenant)
         last = self._sessions.place(key, now)
         home = places.index(last) if last in places else home_of(key, places)
-        wait = _ttft_s(choice.candidates[home], now) - _ttft_s(choice.candidates[best], now)
+        there, sooner = (self._drafts.of(choice.pages[number]) for number in (home, best))
+        wait = _ttft_s(there, now) - _ttft_s(sooner, now)
         return home if wait <= self._session_wait_s else best
 
 

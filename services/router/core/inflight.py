@@ -61,21 +61,29 @@ class InflightPrefixes:
     """
 
     def __init__(self) -> None:
-        self._at: dict[int, dict[int, int]] = {}
+        # Most blocks are those of one request only: then its slot stands for the counts.
+        self._at: dict[int, int | dict[int, int]] = {}
         self._recent: dict[tuple[int, int], list[Sequence[int]]] = {}
 
     def add(self, slot: int, keys: Sequence[int]) -> None:
         """A request with these prompt blocks is at `slot`."""
         if not keys:
             return
-        at = self._at
-        for key in anchored(keys):
+        at, mine = self._at, anchored(keys)
+        for number, key in enumerate(mine):
             counts = at.get(key)
             if counts is None:
-                at[key] = {_ALL: 1, slot: 1}
-            else:
-                counts[_ALL] += 1
-                counts[slot] = counts.get(slot, 0) + 1
+                # Behind a new block there are mostly new ones only.
+                new = dict.fromkeys(mine[number:], slot)
+                if len(new) == len(mine) - number and at.keys().isdisjoint(new):
+                    at.update(new)
+                    break
+                at[key] = slot
+                continue
+            if isinstance(counts, int):
+                counts = at[key] = {_ALL: 1, counts: 1}
+            counts[_ALL] += 1
+            counts[slot] = counts.get(slot, 0) + 1
         recent = self._recent.setdefault((slot, keys[0]), [])
         recent.append(keys)
         if len(recent) > _RECENT:
@@ -88,6 +96,9 @@ class InflightPrefixes:
         at = self._at
         for key in anchored(keys):
             counts = at[key]
+            if isinstance(counts, int):
+                del at[key]
+                continue
             counts[_ALL] -= 1
             left = counts[slot] - 1
             if left:
@@ -97,7 +108,7 @@ class InflightPrefixes:
             else:
                 del at[key]
         where = slot, keys[0]
-        if slot not in at.get(keys[0], ()):
+        if slot not in _counted(at.get(keys[0])):
             self._recent.pop(where, None)
             return
         recent = self._recent.get(where, [])
@@ -120,21 +131,22 @@ class InflightPrefixes:
         total = len(keys)
         used = bisect_left(ANCHORS, total)
         last = None
-        runs: list[tuple[int, int, dict[int, int]]] = []
+        runs: list[tuple[int, int, int | dict[int, int]]] = []
         for i in range(used):
             counts = get(keys[ANCHORS[i]])
             if counts is None:
                 used = i
                 break
-            if counts[_ALL] != last:
-                last = counts[_ALL]
+            requests = 1 if isinstance(counts, int) else counts[_ALL]
+            if requests != last:
+                last = requests
                 runs.append((i, ANCHORS[i], counts))
         ended = used
         until = ANCHORS[used] if ANCHORS[used] < total else total
         depth, crowd = mates.depth, mates.crowd
         for first, begin, counts in reversed(runs):
             share = (until - begin) / total
-            for slot, count in counts.items():
+            for slot, count in _counted(counts).items():
                 if slot in crowd:
                     crowd[slot] += count * share
                 elif slot != _ALL:
@@ -158,17 +170,28 @@ class InflightPrefixes:
     def counts(self) -> dict[tuple[int, int], int]:
         """All counts by (key, slot); for invariants and tests."""
         return {
-            (key, slot): n for key, at in self._at.items() for slot, n in at.items() if slot != _ALL
+            (key, slot): n
+            for key, counts in self._at.items()
+            for slot, n in _counted(counts).items()
+            if slot != _ALL
         }
 
     def check_invariants(self) -> None:
         """Raises AssertionError when sums or what is remembered can't be right."""
-        for key, at in self._at.items():
+        for key, counts in self._at.items():
+            at = _counted(counts)
             assert at[_ALL] == sum(n for slot, n in at.items() if slot != _ALL), key
             assert min(at.values()) > 0
         for (slot, key), recent in self._recent.items():
-            assert slot in self._at[key]
+            assert slot in _counted(self._at[key])
             assert len(recent) <= _RECENT
+
+
+def _counted(counts: int | dict[int, int] | None) -> Mapping[int, int]:
+    """Requests by slot, and of all."""
+    if counts is None:
+        return _NOTHING
+    return {_ALL: 1, counts: 1} if isinstance(counts, int) else counts
 
 
 def _shared(keys: Sequence[int], other: Sequence[int], low: int, high: int) -> int:

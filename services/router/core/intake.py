@@ -213,6 +213,6 @@ class Intake:
         prompt = books.prompt(event.keys, event.prompt_tokens, info.block_size, now)
         if event.transfer_tokens:
             # A transfer is not combined with loads from tiers.
-            return Estimate(prompt.own(slot) * info.block_size)
-        overlap = prompt.at(info, slot, books.rates.prefill_rate(slot)).overlap
+            return Estimate(prompt.depths.get(slot, 0) * info.block_size)
+        overlap = prompt.at(info, slot, 1 / books.rates.prefill_rate(slot)).overlap
         return Estimate(overlap.total * info.block_size, overlap.lower > 0)

@@ -131,15 +131,16 @@ class NodeTable:
             return False
         node.answered(snapshot.sequence)
         self.unknown_events += snapshot.unknown_parts
-        parts: dict[tuple[bytes, Tier], set[BlockKey]] = {
-            (namespace, tier): set() for namespace in node.holdings for tier in LOWER_TIERS
+        parts: dict[tuple[bytes, Tier], dict[BlockKey, None]] = {
+            (namespace, tier): {} for namespace in node.holdings for tier in LOWER_TIERS
         }
         for part in snapshot.blocks:
-            parts.setdefault((part.namespace, part.tier), set()).update(part.keys)
+            where = part.namespace, part.tier
+            parts.setdefault(where, {}).update(dict.fromkeys(part.keys))
         # What went makes room for what came, and most is as it was.
         for (namespace, tier), keys in parts.items():
             if (holding := node.holdings.get(namespace)) is not None:
-                holding.remove(tier, holding.keys_in(tier) - keys)
+                holding.remove(tier, holding.keys_in(tier).difference(keys))
         for (namespace, tier), keys in parts.items():
             self._apply(node, BlocksStored(tier, tuple(keys), namespace=namespace))
         for rate in snapshot.rates:
@@ -326,7 +327,7 @@ class NodeTable:
                 part = event.namespace, tier
                 self._doubts.compare(node.info.id, part, holding.digest(tier), blocks, xor)
             case TierRate(tier=tier):
-                holding.rates[tier] = event
+                holding.rates = {**holding.rates, tier: event}
 
     def _holding(self, node: _Node, namespace: bytes, tier: Tier) -> Holding | None:
         """Where an event belongs; None when that can't be said, or there are too many."""

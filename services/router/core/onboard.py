@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common.events.model import Tier, TierRate
-from services.router.core.tiers import LOWER_TIERS, Overlap, tier_set
+from services.router.core.tiers import LOWER_TIERS, TIER_BITS
+from services.router.core.walk import Run
 
-_NO_DELAY = (0.0, 0.0, 0.0)
+_MOST_KNOWN = 4096
+"""Daemons whose paces are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,66 +29,100 @@ class OnboardDefaults:
     peer_speedup: float = 2.0
 
 
-@dataclass(slots=True)
-class TierCosts:
-    """Seconds for one worker: the first block's delay, and each block, of G2, G3 and G4."""
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a tier's blocks come up: seconds, and shares of the time to compute a block."""
 
-    latency_s: tuple[float, float, float]
-    block_s: tuple[float, float, float]
-    worth: int
-    """Tiers that beat computing, as bits."""
-    peer: tuple[float, float] = (0.0, 0.0)
-    """The same of blocks from peers: the first one's delay, and each block."""
-    fetch: bool = False
-    """Whether peers beat computing."""
+    latency_s: float
+    """The first block's delay."""
+    block_s: float
+    share: float
 
-    def seconds(self, overlap: Overlap) -> float:
-        """Seconds to bring up the lower blocks of an overlap."""
-        a, b, c = self.block_s
-        total = overlap.g2 * a + overlap.g3 * b + overlap.g4 * c
-        if self.latency_s is not _NO_DELAY:
-            blocks = overlap.g2, overlap.g3, overlap.g4
-            total += sum(s for n, s in zip(blocks, self.latency_s, strict=True) if n)
-        if overlap.peer:
-            total += self.peer[0] + overlap.peer * self.peer[1]
-        return total
+    def beats(self, recompute_block_s: float) -> bool:
+        """Whether a block comes up sooner than a worker computes it."""
+        return self.block_s + self.share * recompute_block_s < recompute_block_s
+
+    def after(self, other: Pace) -> Pace:
+        """The pace of blocks that come up through another tier."""
+        return Pace(
+            self.latency_s + other.latency_s,
+            self.block_s + other.block_s,
+            self.share + other.share,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paces:
+    """Those of one daemon; compared by identity, so that they can be looked up by."""
+
+    g2: Pace
+    g3: Pace
+    g4: Pace
+    peer: Pace
+
+    def worth(self, recompute_block_s: float) -> int:
+        """Tiers that beat computing, as bits."""
+        bits = 0
+        for tier, pace in zip(LOWER_TIERS, (self.g2, self.g3, self.g4), strict=True):
+            if pace.beats(recompute_block_s):
+                bits |= TIER_BITS[tier]
+        return bits
+
+    def load(self, run: Run) -> tuple[float, float]:
+        """What it takes to bring up a run: seconds, and blocks that could be computed meanwhile."""
+        seconds = blocks = 0.0
+        counts = (run.g2, self.g2), (run.g3, self.g3), (run.g4, self.g4), (run.peer, self.peer)
+        for count, pace in counts:
+            if count:
+                seconds += pace.latency_s + count * pace.block_s
+                blocks += count * pace.share
+        return seconds, blocks
 
 
 class OnboardModel:
-    """The defaults, with what follows from them worked out: asked for each worker and decision."""
+    """The defaults, and what follows from them and from what a daemon has measured."""
 
     def __init__(self, defaults: OnboardDefaults) -> None:
-        speedups = (defaults.g2_speedup, defaults.g3_speedup, defaults.g4_speedup)
-        self._shares = tuple(1 / speedup for speedup in speedups)
-        self._worth = tier_set(t for t, s in zip(LOWER_TIERS, speedups, strict=True) if s > 1)
-        self._peer_share = 1 / defaults.peer_speedup
-
-    def costs(self, measured: Mapping[Tier, TierRate], recompute_block_s: float) -> TierCosts:
-        """Costs at a worker that computes a block in `recompute_block_s` seconds."""
-        a, b, c = self._shares
-        g2 = 0.0, a * recompute_block_s
-        g3 = 0.0, b * recompute_block_s
-        g4 = 0.0, c * recompute_block_s
-        peer = 0.0, self._peer_share * recompute_block_s
-        if not measured:
-            fetch = self._peer_share < 1
-            return TierCosts(_NO_DELAY, (g2[1], g3[1], g4[1]), self._worth, peer, fetch)
-        g2 = _measured(measured.get(Tier.G2), (0.0, 0.0)) or g2
-        g3 = _measured(measured.get(Tier.G3), g2) or g3
-        g4 = _measured(measured.get(Tier.G4), g2) or g4
-        peer = _measured(measured.get(Tier.PEER), g2) or peer
-        costs = g2, g3, g4
-        worth = tier_set(
-            tier
-            for tier, (_, block) in zip(LOWER_TIERS, costs, strict=True)
-            if block < recompute_block_s
+        self._defaults = Paces(
+            Pace(0.0, 0.0, 1 / defaults.g2_speedup),
+            Pace(0.0, 0.0, 1 / defaults.g3_speedup),
+            Pace(0.0, 0.0, 1 / defaults.g4_speedup),
+            Pace(0.0, 0.0, 1 / defaults.peer_speedup),
         )
-        fetch = peer[1] < recompute_block_s
-        return TierCosts((g2[0], g3[0], g4[0]), (g2[1], g3[1], g4[1]), worth, peer, fetch)
+        self._known: dict[int, tuple[Mapping[Tier, TierRate], Paces]] = {}
+
+    def paces(self, measured: Mapping[Tier, TierRate]) -> Paces:
+        """Those of a daemon that has measured this. Asked for each daemon in each decision, so the
+        mapping must not change: a new measurement makes a new one.
+        """
+        if not measured:
+            return self._defaults
+        known = self._known.get(id(measured))
+        if known is not None:
+            return known[1]
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        paces = self._paces(measured)
+        # With the mapping itself: else another one might get its id.
+        self._known[id(measured)] = measured, paces
+        return paces
+
+    def _paces(self, measured: Mapping[Tier, TierRate]) -> Paces:
+        default = self._defaults
+        g2 = _measured(measured.get(Tier.G2)) or default.g2
+        slower = [
+            pace.after(g2) if (pace := _measured(measured.get(tier))) else untold
+            for tier, untold in (
+                (Tier.G3, default.g3),
+                (Tier.G4, default.g4),
+                (Tier.PEER, default.peer),
+            )
+        ]
+        return Paces(g2, *slower)
 
 
-def _measured(rate: TierRate | None, after: tuple[float, float]) -> tuple[float, float] | None:
-    """Delay and seconds a block of a tier whose blocks go on through another; None: not known."""
+def _measured(rate: TierRate | None) -> Pace | None:
+    """None: not known."""
     if rate is None or rate.block_s <= 0:
         return None
-    return rate.latency_s + after[0], rate.block_s + after[1]
+    return Pace(rate.latency_s, rate.block_s, 0.0)

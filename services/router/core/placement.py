@@ -83,7 +83,7 @@ class RouterCore:
             onboard=config.onboard,
             node_blocks=config.node_blocks,
             booking_ttl_s=config.booking_ttl_s,
-            most_churn=config.cost.most_churn,
+            cost=config.cost,
             on_gone=policy.forget,
         )
         self.nodes = self._books.nodes

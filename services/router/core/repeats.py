@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 WINDOW = 4096
 """Placements that are remembered."""
-_NOTHING: Mapping[int, int] = {}
+NOTHING: Mapping[int, int] = {}
 
 
 class RepeatBook:
@@ -44,7 +44,7 @@ class RepeatBook:
 
     def at(self, fork: int) -> Mapping[int, int]:
         """What requests with this fork had computed, by slot; read only."""
-        return self._at.get(fork, _NOTHING)
+        return self._at.get(fork, NOTHING)
 
     def check_invariants(self) -> None:
         """Raises AssertionError when sums differ from what they sum up."""

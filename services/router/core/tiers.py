@@ -1,43 +1,38 @@
-"""Who holds which blocks below G1, and how far a prompt can be loaded from there. Knows no time.
+"""Who holds which blocks below G1. Knows no time.
 
 For each namespace a flat dict maps a block's key to one number: three bits (G2, G3, G4) for each
-daemon that holds it, equal numbers shared. A prompt is looked up there once, whatever the number
-of daemons, and in chunks, so that C does most of it. Runs are joined to workers when they are asked
-for; nothing is ever copied to a worker.
+daemon that holds it, equal numbers shared. So a prompt is looked up there once, whatever the number
+of daemons (walk.py), and nothing is ever copied to a worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
-from itertools import repeat
+from itertools import filterfalse
 from operator import xor
 
 from services.common.events.model import Tier, TierRate
 from services.router.core.index import Digest
 
 LOWER_TIERS = (Tier.G2, Tier.G3, Tier.G4)
-_BITS = {Tier.G2: 1, Tier.G3: 2, Tier.G4: 4}
-_G4_BIT = _BITS[Tier.G4]
+TIER_BITS = {Tier.G2: 1, Tier.G3: 2, Tier.G4: 4}
+G4_BIT = TIER_BITS[Tier.G4]
 ALL_TIERS = 7
 """Set of all lower tiers, as bits."""
 LOCAL_TIERS = 3
 """Those of a daemon's own machine: G2 and G3."""
 _WIDTH = 3
 """Bits of one daemon."""
-_BEST = tuple(next((int(t) for t in LOWER_TIERS if _BITS[t] & bits), 0) for bits in range(8))
-"""Number of the best tier in a set of tiers; 0: there is none."""
-_CHUNK = 64
 _MANY = 1024
 """Blocks at a time that are worth a detour through sets, which are faster for new ones."""
 _MOST_INTERNED = 1 << 16
-_ABSENT = repeat(0)
 
 
 def tier_set(tiers: Iterable[Tier]) -> int:
     """Lower tiers as bits."""
-    return sum(_BITS[t] for t in set(tiers))
+    return sum(TIER_BITS[t] for t in set(tiers))
 
 
 @dataclass(slots=True)
@@ -105,8 +100,8 @@ class Holding:
         self.space = space
         self.shift = space.take()
         self.keys: set[int] = set()
-        self.rates: dict[Tier, TierRate] = {}
-        """What the daemon has measured."""
+        self.rates: Mapping[Tier, TierRate] = {}
+        """What the daemon has measured; never changed, but replaced."""
         self._counts = dict.fromkeys(LOWER_TIERS, 0)
         self._xors = dict.fromkeys(LOWER_TIERS, 0)
 
@@ -118,20 +113,21 @@ class Holding:
     @property
     def g4_flag(self) -> int:
         """Its bit for G4."""
-        return _G4_BIT << self.shift
+        return G4_BIT << self.shift
 
     def store(self, tier: Tier, keys: Iterable[int], room: int) -> int:
         """Blocks came to a tier. Those that would need more than `room` new entries are refused.
 
         Returns how many were.
         """
-        flag, mine = _BITS[tier] << self.shift, ALL_TIERS << self.shift
+        flag, mine = TIER_BITS[tier] << self.shift, ALL_TIERS << self.shift
         masks, intern = self.space.masks, self.space.intern
         keys = keys if isinstance(keys, Sequence | Set) else list(keys)
         if _MANY <= len(keys) <= room:
-            new = set(keys).difference(masks)
-            masks.update(dict.fromkeys(new, intern(flag)))
-            self.keys |= new
+            # In their order, which is mostly that of chains: near each other in memory as well.
+            new = dict.fromkeys(filterfalse(masks.__contains__, keys), intern(flag))
+            masks.update(new)
+            self.keys.update(new)
             room -= len(new)
             self._counts[tier] += len(new)
             self._xors[tier] = reduce(xor, new, self._xors[tier])
@@ -154,7 +150,7 @@ class Holding:
 
     def remove(self, tier: Tier, keys: Iterable[int]) -> None:
         """Blocks left a tier; those not known there are skipped."""
-        flag, mine = _BITS[tier] << self.shift, ALL_TIERS << self.shift
+        flag, mine = TIER_BITS[tier] << self.shift, ALL_TIERS << self.shift
         masks, intern = self.space.masks, self.space.intern
         count, digest = self._counts[tier], self._xors[tier]
         for key in keys:
@@ -178,7 +174,7 @@ class Holding:
 
     def keys_in(self, tier: Tier) -> set[int]:
         """All blocks in a tier."""
-        flag, masks = _BITS[tier] << self.shift, self.space.masks
+        flag, masks = TIER_BITS[tier] << self.shift, self.space.masks
         return {key for key in self.keys if masks[key] & flag}
 
     def forget(self, limit: int) -> int:
@@ -206,7 +202,7 @@ class Holding:
             assert self.digest(tier) == Digest(len(keys), reduce(xor, keys, 0)), tier
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reach:
     """A daemon's tiers, as its workers can use them."""
 
@@ -215,102 +211,6 @@ class Reach:
     """Where its bits begin."""
     remote: int
     """Bits of all daemons' G4 that is its own as well."""
-    rates: dict[Tier, TierRate]
+    rates: Mapping[Tier, TierRate]
     peers: int = 0
     """Bits of the host memory of all daemons that it can fetch from."""
-
-
-@dataclass(slots=True)
-class Run:
-    """A contiguous run of a prompt's blocks in a daemon's tiers."""
-
-    g2: int = 0
-    g3: int = 0
-    g4: int = 0
-    below: int | None = None
-    """Number in the prompt of its first block that is not in G2."""
-    peer: int = 0
-
-
-class TierWalk:
-    """The first `limit` keys of one chain in one space; what was looked up is remembered."""
-
-    def __init__(self, keys: Sequence[int], limit: int, space: TierSpace) -> None:
-        self._keys = keys
-        self._limit = min(limit, len(keys))
-        self._get = space.masks.get
-        self._masks: dict[int, list[int]] = {}
-        self._tiers: dict[tuple[int, int, int, int, int], bytes] = {}
-        self._runs: dict[tuple[int, int, int, int, int], Run] = {}
-
-    def run(self, reach: Reach, start: int, worth: int = ALL_TIERS, *, fetch: bool = False) -> Run:
-        """The run from block number `start` on, up to the first hole.
-
-        A block that is in no tier out of `worth` (bits) is a hole, unless (`fetch`) a peer has it.
-        Treat the answer as immutable.
-        """
-        peers = reach.peers if fetch else 0
-        who = reach.shift, reach.remote, worth, start, peers
-        found = self._runs.get(who)
-        if found is None:
-            found = self._runs[who] = self._run(reach, start, worth, peers)
-        return found
-
-    def masks(self, start: int, end: int) -> list[int]:
-        """Where each block is, from number `start` to before `end`."""
-        masks: list[int] = []
-        for chunk in range(start // _CHUNK, -(-end // _CHUNK)):
-            masks += self._chunk(chunk)
-        skip = start - start % _CHUNK
-        return masks[start - skip : end - skip]
-
-    def _run(self, reach: Reach, start: int, worth: int, peers: int) -> Run:
-        run = Run()
-        while start < self._limit:
-            chunk, skip = divmod(start, _CHUNK)
-            tiers = self._best(reach, worth, peers, chunk)
-            hole = tiers.find(0, skip)
-            end = len(tiers) if hole < 0 else hole
-            g2, g3 = tiers.count(2, skip, end), tiers.count(3, skip, end)
-            lower = end - skip - g2
-            if lower and run.below is None:
-                found = [tiers.find(tier, skip, end) for tier in (Tier.G3, Tier.G4, Tier.PEER)]
-                run.below = chunk * _CHUNK + min(at for at in found if at >= 0)
-            run.g2 += g2
-            run.g3 += g3
-            fetched = tiers.count(Tier.PEER, skip, end) if peers else 0
-            run.g4 += lower - g3 - fetched
-            run.peer += fetched
-            if hole >= 0:
-                break
-            start = (chunk + 1) * _CHUNK
-        return run
-
-    def _best(self, reach: Reach, worth: int, peers: int, chunk: int) -> bytes:
-        """Number of the best tier of each block of a chunk; 0: there is none.
-
-        Memory of a peer is nearer than remote storage, as daemons have it, too.
-        """
-        who = reach.shift, reach.remote, worth, peers, chunk
-        tiers = self._tiers.get(who)
-        if tiers is None:
-            masks = self._chunk(chunk)
-            best: dict[int, int] = {}
-            for mask in set(masks):
-                bits = mask >> reach.shift & ALL_TIERS
-                if mask & reach.remote:
-                    bits |= _G4_BIT
-                best[mask] = _BEST[bits & worth]
-                if mask & peers and best[mask] in (0, Tier.G4):
-                    best[mask] = int(Tier.PEER)
-            tiers = self._tiers[who] = bytes(map(best.__getitem__, masks))
-        return tiers
-
-    def _chunk(self, chunk: int) -> list[int]:
-        """Masks of a chunk of the prompt's blocks."""
-        masks = self._masks.get(chunk)
-        if masks is None:
-            begin = chunk * _CHUNK
-            keys = self._keys[begin : min(begin + _CHUNK, self._limit)]
-            masks = self._masks[chunk] = list(map(self._get, keys, _ABSENT))
-        return masks

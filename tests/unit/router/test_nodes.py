@@ -23,7 +23,8 @@ from services.common.ids import AttemptId, BlockKey
 from services.router.core.index import Digest
 from services.router.core.lives import Liveness, Status
 from services.router.core.nodes import NodeInfo, NodeTable
-from services.router.core.tiers import ALL_TIERS, LOWER_TIERS, Reach, Run, TierWalk, tier_set
+from services.router.core.tiers import ALL_TIERS, LOWER_TIERS, Reach, tier_set
+from services.router.core.walk import Run, TierWalk
 
 A, B = b"a" * 32, b"b" * 32
 CHAINS = [[BlockKey(1000 * c + i) for i in range(80)] for c in range(2)]

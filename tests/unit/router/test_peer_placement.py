@@ -12,7 +12,7 @@ from services.router.core.lives import Liveness
 from services.router.core.nodes import NodeInfo
 from services.router.core.onboard import OnboardDefaults, OnboardModel
 from services.router.core.peers import MOST_HINTS, PeerHint, peer_hints
-from services.router.core.tiers import Overlap
+from services.router.core.walk import Run
 from tests.unit.router.test_node_placement import BLOCK_S, SPACE, NodeRig
 from tests.unit.router.test_placement import KEYS, SIZE
 
@@ -119,12 +119,12 @@ def test_a_peers_rate_is_news_and_its_blocks_are_not() -> None:
 
 def test_the_price_of_peers() -> None:
     model = OnboardModel(OnboardDefaults(peer_speedup=2.0))
-    assert model.costs({}, 0.03).seconds(Overlap(1, peer=4)) == pytest.approx(0.06)
-    assert model.costs({}, 0.03).fetch
-    assert not OnboardModel(OnboardDefaults(peer_speedup=0.5)).costs({}, 0.03).fetch
+    assert model.paces({}).load(Run(peer=4)) == pytest.approx((0.0, 2.0))
+    assert model.paces({}).peer.beats(0.03)
+    assert not OnboardModel(OnboardDefaults(peer_speedup=0.5)).paces({}).peer.beats(0.03)
     measured = {Tier.PEER: TierRate(Tier.PEER, 0.01, 0.05, SPACE)}
-    assert not model.costs(measured, 0.03).fetch
-    assert model.costs(measured, 0.3).fetch
+    assert not model.paces(measured).peer.beats(0.03)
+    assert model.paces(measured).peer.beats(0.3)
 
 
 def naive_hints(

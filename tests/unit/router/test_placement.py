@@ -36,6 +36,7 @@ from services.router.core.answers import (
     Scorecard,
 )
 from services.router.core.apart import ApartConfig
+from services.router.core.drafts import Drafts
 from services.router.core.eligibility import bar_of
 from services.router.core.lives import Status
 from services.router.core.placement import CoreConfig, RouterCore
@@ -769,7 +770,7 @@ class TestDecisions:
         rig.say("w0", BlocksStored(Tier.G1, KEYS))
         query = rig.query()
         with monkeypatch.context() as broken:
-            broken.setattr(rig.core._policy, "costs", None)
+            broken.setattr(Drafts, "totals", None)
             with pytest.raises(TypeError):
                 rig.core.place(query, AttemptId("x"), rig.now)
             with pytest.raises(TypeError):
