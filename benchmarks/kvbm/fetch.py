@@ -4,7 +4,8 @@ Two daemons on this machine; one holds a prompt's blocks, the other fetches them
 export, read, verification, registration. Beside it the same bytes in the same pieces between two
 bare NIXL agents, one transfer at a time for a whole window. Both take turns; ratios are of medians.
 By what UCX picks between processes of one machine (it copies memory), and by TCP. Time begins when
-agents are connected, as they stay.
+agents are connected, as they stay. Beside the ratio: the CPU that a GB takes in all processes
+together, since on few cores that is the bound of both.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import psutil
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 from forebay.kvbm.v1 import kvbm_pb2_grpc
 
@@ -80,7 +82,10 @@ class Agents:
         done, began = 0, time.perf_counter()
         while done < total:
             done += await self._read(size)
-        return done / (time.perf_counter() - began)
+        took = time.perf_counter() - began
+        # It must not keep a core busy while it is the daemons' turn.
+        self._source.expect(0)
+        return done / took
 
     def _buffer(self) -> int:
         fd = os.memfd_create("forebay-bench")
@@ -88,6 +93,13 @@ class Agents:
         self._memory.append(mmap.mmap(fd, WINDOW))
         self._memory[-1][:] = os.urandom(1 << 20) * (WINDOW >> 20)
         return fd
+
+
+def cpu_s() -> float:
+    """Seconds of CPU that this process and all below it have used."""
+    me = psutil.Process()
+    times = [one.cpu_times() for one in (me, *me.children(recursive=True))]
+    return sum((one.user + one.system for one in times), 0.0)
 
 
 async def fetched(stub: Any, keys: list[bytes], size: int) -> float:
@@ -155,14 +167,23 @@ async def one(told: Report, way: str, size: int, arguments: argparse.Namespace) 
             await agents.rate(size, WINDOW)
             ours: list[float] = []
             theirs: list[float] = []
+            used = [0.0, 0.0]
             for _ in turns(arguments.repeat, arguments.seconds):
+                marks = [cpu_s()]
                 theirs.append(await agents.rate(size, blocks * size))
+                marks.append(cpu_s())
                 ours.append(await fetched(stub, keys, size))
+                marks.append(cpu_s())
+                used = [used[0] + marks[1] - marks[0], used[1] + marks[2] - marks[1]]
     words = f"{way}, blocks of {size >> 10} KiB"
-    told.raw[words] = {"fetch": ours, "nixl": theirs}
+    each = [seconds / (len(ours) * blocks * size / 1e9) for seconds in used]
+    told.raw[words] = {"fetch": ours, "nixl": theirs, "nixl_fetch_cpu_s_gb": each}
     share = ratio(ours, theirs)
     middle = sorted(ours)[len(ours) // 2] / 1e9, sorted(theirs)[len(theirs) // 2] / 1e9
-    note = f"{middle[0]:.2f} of {middle[1]:.2f} GB/s, {len(ours)} turns"
+    note = (
+        f"{middle[0]:.2f} of {middle[1]:.2f} GB/s, {each[1]:.2f} and {each[0]:.2f} s of CPU a GB, "
+        f"{len(ours)} turns"
+    )
     told.add(words, share, goal=GOAL, at_most=False, note=note)
 
 

@@ -1,8 +1,9 @@
 """Blocks from peers: what one namespace fetches from the memory of other nodes.
 
 In rounds: the peer copies some blocks into its window and says where; they are read into slots that
-are being filled, verified there, and only then registered; meanwhile the next round is made ready.
-Whatever goes wrong ends the fetch, and what has not come is a miss.
+are being filled, verified there, and only then registered. While one round is read, the next waits
+at the agent and the one after that is copied, so that no side waits for another. Whatever goes
+wrong ends the fetch, and what has not come is a miss.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from services.kvbm.metrics import KvbmMetrics
 from services.kvbm.space import Space
 from services.kvbm.tiers.peer import Link, Peers, Unfinished
 from services.kvbm.tiers.port import Export, PeerError
+from services.kvbm.underway import Underway
 
 ASK_S = 0.25
 """Longest wait for peers' answers to what they hold."""
@@ -32,6 +34,8 @@ MOST_KEYS = 4096
 """Blocks that are asked for at a time."""
 _FULL_TRIES = 2
 """How often a peer is asked again that has no room in its window."""
+_READS = 2
+"""Rounds that are being read: the second begins where the first ends."""
 _ROUND_TRIP_S = 0.005
 """What a question to peers is thought to take before any was asked."""
 log = get_logger(__name__)
@@ -183,6 +187,7 @@ class Fetches:
         began = time.monotonic()
         waited_s = 0.0
         checks: list[asyncio.Task[int]] = []
+        reads = Underway(_READS, f"kvbm read from {peer}")
         asked = full = 0
         ahead: asyncio.Task[Export] | None = None
         link: Link | None = None
@@ -203,28 +208,29 @@ class Fetches:
                     break
                 try:
                     if link is None or link.remote != export.agent:
+                        await reads.drain()
                         connecting = time.monotonic()
                         if link is not None:
                             self._peers.leave(link)
                             link = None
                         link = await self._peers.connect(peer, export, self._space.arena)
                         waited_s += time.monotonic() - connecting
-                    rest = blocks.after(asked + taken)
-                    if rest and export.available > taken:
-                        ahead = self._ask_export(peer, rest)
-                    begun = self._begin(blocks.after(asked), export)
-                    asked += taken
-                    why = begun.stop
-                    await self._read(link, begun)
-                finally:
-                    # Also of a read that goes on: what it brings from now on nobody uses.
+                except BaseException:
                     self._end_export(peer, export)
-                if begun.copies:
-                    checks.append(asyncio.create_task(self._check(peer, begun, arrived)))
+                    raise
+                rest = blocks.after(asked + taken)
+                if rest and export.available > taken:
+                    ahead = self._ask_export(peer, rest)
+                begun = self._begin(blocks.after(asked), export)
+                asked += taken
+                why = begun.stop
+                await reads.add(self._bring(peer, link, begun, checks, arrived))
+            await reads.drain()
         except PeerError as exc:
             why = str(exc)
             self._failed(peer, why)
         finally:
+            await reads.stop()
             if link is not None:
                 self._peers.leave(link)
             if ahead is not None:
@@ -299,6 +305,23 @@ class Fetches:
                 break
         space.apply()
         return begun
+
+    async def _bring(
+        self,
+        peer: PeerId,
+        link: Link,
+        begun: _Round,
+        checks: list[asyncio.Task[int]],
+        arrived: Callable[[], None],
+    ) -> None:
+        """Reads a round, and has it verified while others are read. Raises PeerError."""
+        try:
+            await self._read(link, begun)
+        finally:
+            # Also of a read that goes on: what it brings from now on nobody uses.
+            self._end_export(peer, begun.export)
+        if begun.copies:
+            checks.append(asyncio.create_task(self._check(peer, begun, arrived)))
 
     async def _read(self, link: Link, begun: _Round) -> None:
         """Raises PeerError; then the slots are out of use until the link's agent is dead."""

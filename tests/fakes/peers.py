@@ -47,6 +47,11 @@ class World:
     faults: list[Fault | None] = field(default_factory=list)
     """Of the next reads, in order."""
     reads: int = 0
+    gate: asyncio.Semaphore | None = None
+    """Each read waits here for its turn."""
+    running: int = 0
+    most_running: int = 0
+    """Reads that were under way at a time."""
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     """Agents end when it is set; it is at first."""
     late: int = 0
@@ -100,7 +105,19 @@ class FakeAgent:
         world = self._world
         fault = world.faults.pop(0) if world.faults else None
         world.reads += 1
-        await asyncio.sleep(0)
+        world.running += 1
+        world.most_running = max(world.most_running, world.running)
+        try:
+            await asyncio.sleep(0)
+            if world.gate is not None:
+                await world.gate.acquire()
+            self._check()
+        except asyncio.CancelledError:
+            # Nobody waits for it any more: it goes on all the same.
+            self._unwritten.append([(region, piece) for piece in pieces])  # type: ignore[list-item]
+            raise
+        finally:
+            world.running -= 1
         self._sources.append(agent)
         if agent not in world.windows:
             raise NixlFailed("NIXL_ERR_REMOTE_DISCONNECT")

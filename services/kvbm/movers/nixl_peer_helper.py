@@ -25,6 +25,8 @@ from typing import Any
 _MESSAGE_BYTES = 1 << 16
 _FIRST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.0005
+_WORK_S = 0.00005
+"""From so long on a look at the window was work: bytes were sent."""
 _REST_MS = 20
 """Between two looks at a window that nobody is expected to read."""
 _MADV_POPULATE_WRITE = 23
@@ -54,6 +56,7 @@ class _Helper:
         self._running: list[_Transfer] = []
         self._shows = False
         """Whether peers read from it: by TCP, what they read is sent by this process."""
+        self._nap_s = _FIRST_NAP_S
         self._expected_until = 0.0
         """Until when they are expected to."""
         self._libc = ctypes.CDLL(None)
@@ -71,9 +74,15 @@ class _Helper:
             self._running = [t for t in self._running if not self._over(t)]
             if self._shows and self._agent is not None:
                 # NIXL's own thread would do it, and spin on a core of its own for ever.
+                began = time.monotonic()
                 self._agent.get_new_notifs()
-                if time.monotonic() < self._expected_until:
-                    time.sleep(_FIRST_NAP_S)
+                ended = time.monotonic()
+                if ended < self._expected_until:
+                    # Short ones as long as there is something to do; what reads by itself (shared
+                    # memory, RDMA) leaves nothing.
+                    worked = ended - began > _WORK_S
+                    self._nap_s = _FIRST_NAP_S if worked else min(2 * self._nap_s, _LONGEST_NAP_S)
+                    time.sleep(self._nap_s)
             if self._running:
                 # A part of what the youngest took so far: late by that at most.
                 nap = (time.monotonic() - self._running[-1].began) / 25

@@ -226,6 +226,75 @@ async def test_slots_of_a_failed_read_wait_for_the_agents_end(
         t.b.good(chain("more", 40))
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_round_waits_at_the_agent_while_another_is_read(two: Callable[..., Any]) -> None:
+    keys = chain("overlap", 90)
+    async with two() as t:
+        t.a.save(keys)
+        t.world.gate = asyncio.Semaphore(0)
+        fetch = t.b.fetches.fetch(A, wanted(keys))
+        for _ in range(3):
+            await until(lambda: t.world.running == 2)
+            t.world.gate.release()
+            await until(lambda: t.world.running < 2)
+        for _ in range(90):
+            t.world.gate.release()
+        assert await fetch == 90 == t.b.good(keys)
+        assert t.world.most_running == 2
+        await t.at_rest()
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.FAIL, Fault.DIE])
+async def test_the_end_of_an_agent_ends_all_its_reads(
+    two: Callable[..., Any], fault: Fault
+) -> None:
+    """The first round has come; the second fails while the third is under way."""
+    keys = chain("beside", 90)
+    async with two() as t:
+        t.a.save(keys)
+        t.world.gate, t.world.faults = asyncio.Semaphore(0), [None, fault]
+        t.world.ending.clear()
+        fetch = t.b.fetches.fetch(A, wanted(keys))
+        await until(lambda: t.world.running == 2)
+        t.world.gate.release()
+        await until(lambda: t.world.reads == 3)
+        t.world.gate.release()
+        came = await fetch
+        assert 0 < came < 30 and came == t.b.good(keys)
+        assert t.b.fetches.quarantined == 2 * came, "of two rounds as large as the first"
+        assert t.b.space.count(Tier.G2).quarantined == 2 * came
+        t.b.save(chain("mine", 90))  # memory is full: but not of these slots
+        t.world.ending.set()
+        await t.at_rest()
+        assert t.world.late == 2, "the fake did not write late"
+        t.b.good(chain("mine", 90))
+
+
+async def test_the_slots_of_a_fetch_that_is_cancelled_wait_for_the_agents_end(
+    two: Callable[..., Any],
+) -> None:
+    keys = chain("cancelled", 90)
+    async with two() as t:
+        t.a.save(keys)
+        t.world.gate = asyncio.Semaphore(0)
+        t.world.ending.clear()
+        fetch = t.b.fetches.fetch(A, wanted(keys))
+        await until(lambda: t.world.running == 2)
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        assert t.b.fetches.quarantined > 0 == t.b.good(keys)
+        assert t.b.space.count(Tier.G2).quarantined == t.b.fetches.quarantined
+        t.world.ending.set()
+        await t.at_rest()
+        assert t.world.late == 2, "the fake did not write late"
+
+
 async def test_a_flipped_bit_is_found_and_the_peer_is_told(two: Callable[..., Any]) -> None:
     keys = chain("flip", 8)
     async with two() as t:
