@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 from forebay.kvbm.v1 import kvbm_pb2_grpc
 
