@@ -286,6 +286,7 @@ class NodeTable:
         assert len(places) == len(set(places)), "two share a place"
         for space in self._spaces.values():
             assert not space.unused
+            space.check_invariants()
             mine = {shift for where, shift in places if where == id(space)}
             bits = sum(ALL_TIERS << shift for shift in mine)
             assert all(mask > 0 and not mask & ~bits for mask in space.masks.values())

@@ -2,7 +2,9 @@
 
 For each namespace a flat dict maps a block's key to one number: three bits (G2, G3, G4) for each
 daemon that holds it, equal numbers shared. So a prompt is looked up there once, whatever the number
-of daemons (walk.py), and nothing is ever copied to a worker.
+of daemons (walk.py), and nothing is ever copied to a worker. What was found to be alike for a whole
+stretch of a prompt is remembered until one of its blocks changes: a look-up of each block is mostly
+a miss of the CPU's caches.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ _WIDTH = 3
 _MANY = 1024
 """Blocks at a time that are worth a detour through sets, which are faster for new ones."""
 _MOST_INTERNED = 1 << 16
+_MOST_REMEMBERED = 1 << 20
+"""Blocks of stretches; forgotten all at once beyond that."""
 
 
 def tier_set(tiers: Iterable[Tier]) -> int:
@@ -57,12 +61,24 @@ class Overlap:
         return self.g1 + self.g2 + self.g3 + self.g4 + self.peer
 
 
+@dataclass(slots=True)
+class Stretch:
+    """Consecutive blocks of a chain that all lie in the same tiers of the same daemons."""
+
+    keys: list[int]
+    mask: int
+
+
 class TierSpace:
     """Blocks of one namespace in the tiers of all daemons."""
 
     def __init__(self) -> None:
         self.masks: dict[int, int] = {}
         """Key to the tiers of all daemons."""
+        self.stretches: dict[int, Stretch] = {}
+        """What is remembered, by the first key. Of one chain: keys stand for all before them."""
+        self._stretch_of: dict[int, int] = {}
+        """The first key of the stretch that a block is part of."""
         self._interned: dict[int, int] = {}
         self._free: list[int] = []
         self.beyond = 0
@@ -83,6 +99,31 @@ class TierSpace:
     def give_back(self, shift: int) -> None:
         """A place is free: no mask has a bit of it."""
         self._free.append(shift)
+
+    def remember(self, keys: list[int], mask: int) -> None:
+        """All these, which follow each other in a chain, have this mask, which is not 0."""
+        if len(self._stretch_of) >= _MOST_REMEMBERED:
+            self.stretches.clear()
+            self._stretch_of.clear()
+        mine = dict.fromkeys(keys, keys[0])
+        if len(mine) == len(keys) and self._stretch_of.keys().isdisjoint(mine):
+            self.stretches[keys[0]] = Stretch(keys, mask)
+            self._stretch_of.update(mine)
+
+    def changed(self, key: int) -> None:
+        """A block's mask is another, or it is gone."""
+        first = self._stretch_of.get(key)
+        if first is not None:
+            for each in self.stretches.pop(first).keys:
+                del self._stretch_of[each]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when what is remembered is not so."""
+        parts = {key: first for first, stretch in self.stretches.items() for key in stretch.keys}
+        assert parts == self._stretch_of
+        for first, stretch in self.stretches.items():
+            assert first == stretch.keys[0]
+            assert {self.masks[key] for key in stretch.keys} == {stretch.mask}
 
     def intern(self, mask: int) -> int:
         """The one object for this number."""
@@ -121,7 +162,7 @@ class Holding:
         Returns how many were.
         """
         flag, mine = TIER_BITS[tier] << self.shift, ALL_TIERS << self.shift
-        masks, intern = self.space.masks, self.space.intern
+        masks, intern, changed = self.space.masks, self.space.intern, self.space.changed
         keys = keys if isinstance(keys, Sequence | Set) else list(keys)
         if _MANY <= len(keys) <= room:
             # In their order, which is mostly that of chains: near each other in memory as well.
@@ -143,6 +184,8 @@ class Holding:
                 room -= 1
                 self.keys.add(key)
             masks[key] = intern(mask | flag)
+            if mask:
+                changed(key)
             count += 1
             digest ^= key
         self._counts[tier], self._xors[tier] = count, digest
@@ -151,13 +194,14 @@ class Holding:
     def remove(self, tier: Tier, keys: Iterable[int]) -> None:
         """Blocks left a tier; those not known there are skipped."""
         flag, mine = TIER_BITS[tier] << self.shift, ALL_TIERS << self.shift
-        masks, intern = self.space.masks, self.space.intern
+        masks, intern, changed = self.space.masks, self.space.intern, self.space.changed
         count, digest = self._counts[tier], self._xors[tier]
         for key in keys:
             mask = masks.get(key, 0)
             if not mask & flag:
                 continue
             mask ^= flag
+            changed(key)
             if mask:
                 masks[key] = intern(mask)
             else:
@@ -183,6 +227,7 @@ class Holding:
         batch = [self.keys.pop() for _ in range(min(limit, len(self.keys)))]
         for key in batch:
             mask = masks[key] & keep
+            self.space.changed(key)
             if mask:
                 masks[key] = self.space.intern(mask)
             else:

@@ -21,6 +21,8 @@ _BEST = tuple(
     next((int(tier) for tier, bit in TIER_BITS.items() if bit & bits), 0) for bits in range(8)
 )
 """Number of the best tier in a set of tiers; 0: there is none."""
+_ALIKE = [bytes((tier,)) * _CHUNK for tier in range(8)]
+"""A chunk of which all blocks are in the same tier."""
 _NOBODY = -1
 """Stands for the place of a daemon that has none of a prompt."""
 
@@ -46,10 +48,10 @@ class TierWalk:
     """The first `limit` keys of one chain in one space; what was looked up is remembered."""
 
     def __init__(self, keys: Sequence[int], limit: int, space: TierSpace) -> None:
-        self._keys = keys
+        self._keys = keys if isinstance(keys, list) else list(keys)
         self._limit = min(limit, len(keys))
-        self._get = space.masks.get
-        self._masks: dict[int, list[int]] = {}
+        self._space = space
+        self._chunks: dict[int, int | list[int]] = {}
         self._told: dict[int, int] = {}
         self._tiers: dict[tuple[int, int, int, int, int], bytes] = {}
         self._runs: dict[tuple[int, int, int, int, int], Run] = {}
@@ -76,9 +78,12 @@ class TierWalk:
 
     def masks(self, start: int, end: int) -> list[int]:
         """Where each block is, from number `start` to before `end`."""
+        if start >= end:
+            return []
         masks: list[int] = []
         for chunk in range(start // _CHUNK, -(-end // _CHUNK)):
-            masks += self._chunk(chunk)
+            found = self._chunk(chunk)
+            masks += [found] * self._size(chunk) if isinstance(found, int) else found
         skip = start - start % _CHUNK
         return masks[start - skip : end - skip]
 
@@ -90,9 +95,9 @@ class TierWalk:
         told = 0
         for chunk in range(start // _CHUNK, -(-self._limit // _CHUNK)):
             masks = self._chunk(chunk)
-            if masks.count(masks[0]) == len(masks):
-                told |= masks[0]
-                if not masks[0]:
+            if isinstance(masks, int):
+                told |= masks
+                if not masks:
                     break
                 continue
             told |= reduce(or_, set(masks))
@@ -127,27 +132,44 @@ class TierWalk:
     def _best(self, who: tuple[int, int, int, int, int], chunk: int) -> bytes:
         """Number of the best tier of each block of a chunk; 0: there is none."""
         shift, remote, worth, _, peers = who
+        masks = self._chunk(chunk)
+        if isinstance(masks, int):
+            return _ALIKE[_tier(masks, shift, remote, worth, peers)][: self._size(chunk)]
         known = shift, remote, worth, peers, chunk
         tiers = self._tiers.get(known)
         if tiers is None:
-            masks = self._chunk(chunk)
-            first = masks[0]
-            if masks.count(first) == len(masks):
-                tiers = bytes((_tier(first, shift, remote, worth, peers),)) * len(masks)
-            else:
-                best = {mask: _tier(mask, shift, remote, worth, peers) for mask in set(masks)}
-                tiers = bytes(map(best.__getitem__, masks))
-            self._tiers[known] = tiers
+            best = {mask: _tier(mask, shift, remote, worth, peers) for mask in set(masks)}
+            tiers = self._tiers[known] = bytes(map(best.__getitem__, masks))
         return tiers
 
-    def _chunk(self, chunk: int) -> list[int]:
-        """Masks of a chunk of the prompt's blocks."""
-        masks = self._masks.get(chunk)
-        if masks is None:
-            begin = chunk * _CHUNK
-            keys = self._keys[begin : min(begin + _CHUNK, self._limit)]
-            masks = self._masks[chunk] = list(map(self._get, keys, _ABSENT))
-        return masks
+    def _chunk(self, chunk: int) -> int | list[int]:
+        """Masks of a chunk of the prompt's blocks; one, if it is that of all."""
+        found = self._chunks.get(chunk)
+        if found is None:
+            found = self._chunks[chunk] = self._look_up(chunk)
+        return found
+
+    def _look_up(self, chunk: int) -> int | list[int]:
+        begin, size = chunk * _CHUNK, self._size(chunk)
+        keys = self._keys
+        stretch = self._space.stretches.get(keys[begin])
+        if (
+            stretch is not None
+            and len(stretch.keys) >= size
+            and stretch.keys[size - 1] == keys[begin + size - 1]
+        ):
+            return stretch.mask
+        mine = keys[begin : begin + size]
+        masks = list(map(self._space.masks.get, mine, _ABSENT))
+        first = masks[0]
+        if masks.count(first) < size:
+            return masks
+        if first and size == _CHUNK:
+            self._space.remember(mine, first)
+        return first
+
+    def _size(self, chunk: int) -> int:
+        return min(_CHUNK, self._limit - chunk * _CHUNK)
 
 
 def _tier(mask: int, shift: int, remote: int, worth: int, peers: int) -> int:

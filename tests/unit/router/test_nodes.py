@@ -4,6 +4,7 @@ import random
 from functools import reduce
 from operator import xor
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -374,3 +375,61 @@ def test_large_snapshots_take_the_fast_way_and_agree() -> None:
     assert walk.run(found, 0, ALL_TIERS) == Run(2500, 2500, below=1)
     other = reach(nodes, "n1")
     assert walk.run(other, 0) == Run() and walk.run(other, 1000).g2 == 2500
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_remembered_of_long_prompts_holds_until_a_block_changes(seed: int) -> None:
+    """Long chains that part somewhere, in whole stretches, with few changes between questions."""
+    dice = random.Random(seed)
+    nodes = table(NodeInfo("n0", 1, "x", remote="s3"), NodeInfo("n1", 1, "x", remote="s3"))
+    trunk = [BlockKey(dice.getrandbits(63)) for _ in range(400)]
+    ends = [[BlockKey(dice.getrandbits(63)) for _ in range(200)] for _ in range(3)]
+    chains = [trunk, *(trunk[:at] + end for at, end in zip((64, 130, 256), ends, strict=True))]
+    has: dict[str, dict[Tier, set[BlockKey]]] = {
+        id: {tier: set() for tier in LOWER_TIERS} for id in ("n0", "n1")
+    }
+    kept, lives = 0, {"n0": 1, "n1": 1}
+    for _ in range(120):
+        id, tier, chain = dice.choice(("n0", "n1")), dice.choice(LOWER_TIERS), dice.choice(chains)
+        held = has[id][tier]
+        first = dice.choice((0, 0, 64, dice.randrange(len(chain))))
+        some = tuple(chain[first : first + dice.choice((1, 64, 300))])
+        life = lives[id]
+        match dice.randrange(7):
+            case 0 | 1 | 2:
+                nodes.apply(Batch(id, life, 1, 0, (BlocksStored(tier, some, namespace=A),)), 0.0)
+                held |= set(some)
+            case 3:
+                nodes.apply(Batch(id, life, 1, 0, (BlocksRemoved(tier, some, namespace=A),)), 0.0)
+                held -= set(some)
+            case 4 if dice.random() < 0.2:
+                parts = [TierBlocks(t, tuple(keys), namespace=A) for t, keys in has[id].items()]
+                has[id][Tier.G3] = set(trunk)
+                parts[1] = TierBlocks(Tier.G3, tuple(trunk), namespace=A)
+                nodes.reset(Snapshot(id, life, 1, tuple(parts)), 0.0)
+            case 5 if dice.random() < 0.2:
+                lives[id] += 1
+                nodes.heard(id, lives[id], 0.0)
+                nodes.reset(Snapshot(id, lives[id], 1), 0.0)
+                has[id] = {tier: set() for tier in LOWER_TIERS}
+            case _:
+                nodes.sweep(dice.randrange(200))
+        remote = has["n0"][Tier.G4] | has["n1"][Tier.G4]
+        for asked in (chains, chains[::-1]):
+            for chain in asked:
+                limit = dice.choice((len(chain), dice.randrange(len(chain) + 1)))
+                space = nodes._spaces.get(A)
+                if space is None:
+                    continue
+                walk, start = TierWalk(chain, limit, space), dice.choice((0, 0, 70))
+                for who in ("n0", "n1"):
+                    reach = nodes.reach(who, A, 0.0)
+                    want = naive_run(has[who], remote, chain[:limit], start, set(LOWER_TIERS))
+                    assert reach is not None or want == Run()
+                    if reach is not None:
+                        assert walk.run(reach, start) == want
+                masks = [space.masks.get(key, 0) for key in chain[3:limit]]
+                assert walk.masks(3, max(3, limit)) == masks
+        nodes.check_invariants()
+        kept += len(nodes._spaces[A].stretches) if A in nodes._spaces else 0
+    assert kept > 120, "hardly anything is ever remembered"
