@@ -189,23 +189,30 @@ class Fetches:
         checks: list[asyncio.Task[int]] = []
         reads = Underway(_READS, f"kvbm read from {peer}")
         asked = full = 0
-        ahead: asyncio.Task[Export] | None = None
+        ahead: asyncio.Task[Export | PeerError] | None = None
         link: Link | None = None
         why = ""
         try:
             ahead = self._ask_export(peer, blocks)
             while ahead is not None and not why:
-                export = await ahead
+                export = await reads.beside(ahead)
                 ahead = None
+                if isinstance(export, PeerError):
+                    await reads.drain()  # they come all the same
+                    raise export
                 taken = len(export.blocks)
-                if not taken and export.reason == "window-full" and full < _FULL_TRIES:
-                    # The peer has waited for room; perhaps it is our own last round's.
-                    full += 1
+                if export.reason == "window-full" and not taken and (reads or full < _FULL_TRIES):
+                    # The peer has waited for room. That of our own rounds is free after them.
+                    if reads:
+                        await reads.one()
+                    else:
+                        full += 1
                     ahead = self._ask_export(peer, blocks.after(asked))
                     continue
                 if not taken:
                     why = export.reason or "missing"
                     break
+                full = 0
                 try:
                     if link is None or link.remote != export.agent:
                         await reads.drain()
@@ -215,26 +222,27 @@ class Fetches:
                             link = None
                         link = await self._peers.connect(peer, export, self._space.arena)
                         waited_s += time.monotonic() - connecting
+                    begun = self._begin(blocks.after(asked), export)
                 except BaseException:
                     self._end_export(peer, export)
                     raise
-                rest = blocks.after(asked + taken)
-                if rest and export.available > taken:
-                    ahead = self._ask_export(peer, rest)
-                begun = self._begin(blocks.after(asked), export)
                 asked += taken
                 why = begun.stop
+                if not why and asked < len(blocks) and export.available > taken:
+                    ahead = self._ask_export(peer, blocks.after(asked))
                 await reads.add(self._bring(peer, link, begun, checks, arrived))
             await reads.drain()
         except PeerError as exc:
             why = str(exc)
             self._failed(peer, why)
         finally:
-            await reads.stop()
-            if link is not None:
-                self._peers.leave(link)
-            if ahead is not None:
-                self._space.background(self._discard(peer, ahead), "late export")
+            try:
+                await reads.stop()
+            finally:
+                if link is not None:
+                    self._peers.leave(link)
+                if ahead is not None:
+                    self._space.background(self._discard(peer, ahead), "late export")
             came = sum(await asyncio.gather(*checks)) if checks else 0
             seconds = time.monotonic() - began - waited_s
             self._learn(peer, blocks, came, seconds, why)
@@ -261,20 +269,24 @@ class Fetches:
             for key in blocks.short:
                 self._peers.book.unhint(peer, key)
 
-    def _ask_export(self, peer: PeerId, blocks: Wanted) -> asyncio.Task[Export]:
+    def _ask_export(self, peer: PeerId, blocks: Wanted) -> asyncio.Task[Export | PeerError]:
         space, peers = self._space, self._peers
-        return asyncio.create_task(
-            peers.calls.export(
-                peers.address(peer),
-                space.namespace,
-                space.geometry,
-                blocks.full[:MOST_KEYS],
-                () if blocks.full else blocks.short[:MOST_KEYS],
-                peers.remote_agent(peer),
-                peers.timeout_s,
-            ),
-            name="kvbm ask export",
-        )
+
+        async def ask() -> Export | PeerError:
+            try:
+                return await peers.calls.export(
+                    peers.address(peer),
+                    space.namespace,
+                    space.geometry,
+                    blocks.full[:MOST_KEYS],
+                    () if blocks.full else blocks.short[:MOST_KEYS],
+                    peers.remote_agent(peer),
+                    peers.timeout_s,
+                )
+            except PeerError as exc:
+                return exc
+
+        return asyncio.create_task(ask(), name="kvbm ask export")
 
     def _begin(self, blocks: Wanted, export: Export) -> _Round:
         """Slots for the blocks of an export, as far as they are what was asked for."""
@@ -401,11 +413,8 @@ class Fetches:
         except PeerError as exc:
             log.debug("an export ends by itself", peer=peer, why=str(exc))
 
-    async def _discard(self, peer: PeerId, ahead: asyncio.Task[Export]) -> None:
+    async def _discard(self, peer: PeerId, ahead: asyncio.Task[Export | PeerError]) -> None:
         """What was asked for in advance isn't wanted any more."""
-        try:
-            export = await ahead
-        except PeerError:
-            return
-        if export.id:
+        export = await ahead
+        if isinstance(export, Export) and export.id:
             await self._tell_end(peer, export, ())

@@ -182,6 +182,10 @@ class FakeCalls:
         self.locates = 0
         self.exports = 0
         self.bad: list[bytes] = []
+        self.refused: set[int] = set()
+        """Numbers of exports, the first is 1, that fail."""
+        self.held: dict[int, asyncio.Event] = {}
+        """Numbers of exports that wait until this is set."""
 
     async def locate(
         self,
@@ -206,7 +210,12 @@ class FakeCalls:
         timeout_s: float,
     ) -> Export:
         self.exports += 1
+        number = self.exports
         await asyncio.sleep(0)
+        if number in self.held:
+            await self.held[number].wait()
+        if number in self.refused:
+            raise PeerError("unavailable: as the test would have it")
         node = self._node(address)
         space = node.spaces.get(namespace)
         assert node.peers is not None

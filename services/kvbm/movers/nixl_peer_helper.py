@@ -99,6 +99,7 @@ class _Helper:
         if "expect" in request:
             self._shows = True
             self._expected_until = time.monotonic() + request["expect"]
+            self._nap_s = _FIRST_NAP_S
             return
         try:
             if "open" in request:

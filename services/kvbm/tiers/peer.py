@@ -47,6 +47,8 @@ class Link:
     """Arenas that it may write into, by namespace."""
     mapping: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
+    reading: int = 0
+    """Reads under way."""
     used_s: float = 0.0
     ending: asyncio.Task[None] | None = None
 
@@ -212,6 +214,8 @@ class Peers:
     ) -> None:
         """Reads into arena slots: (slot, address at the peer, length) each.
 
+        It has `timeout_s` for itself, and for each of those that are under way before it.
+
         Raises Unfinished; also when it is cancelled nothing is known of its end, and the link is
         ended.
         """
@@ -219,7 +223,9 @@ class Peers:
             RemotePiece(arena.payload_address(slot) - arena.address, address, length)
             for slot, address, length in pieces
         ]
+        link.reading += 1
         try:
+            timeout_s *= link.reading
             await link.agent.read(link.remote, link.regions[arena.namespace], remote, timeout_s)
         except TimeoutError as exc:
             raise Unfinished(f"timeout: {exc}", self._drop(link)) from exc
@@ -229,6 +235,8 @@ class Peers:
         except BaseException:
             self._drop(link)
             raise
+        finally:
+            link.reading -= 1
 
     def fence(self, link: Link) -> Awaitable[None]:
         """Ends a link; by the time this was awaited nothing of it writes any more."""

@@ -8,6 +8,7 @@ would be the slower way. Candidates where something of the prompt is are the cal
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -67,6 +68,8 @@ class Board:
         self._columns = np.zeros((_COLUMNS, 8))
         self._cells = memoryview(self._columns.data).cast("B").cast("d")
         self._stale: set[int] = set()
+        self._wide = False
+        """Whether anybody has ever asked for many."""
 
     def add(self, slot: int) -> None:
         """A candidate is there."""
@@ -89,19 +92,28 @@ class Board:
         """Of these, in order; holds as long as they do. No group is empty."""
         if len(slots) < MANY:
             return _Few(self._model, [self._candidates[slot] for slot in slots], groups)
+        self._wide = True
         return _Many(self, np.array([self._rows[slot] for slot in slots], np.intp), groups)
+
+    def write(self) -> None:
+        """Brings the rows up to date, if anybody has use for them: in good time, or a decision will
+        have to.
+        """
+        if not self._wide:
+            return
+        cells, size = self._cells, self._columns.shape[1]
+        for slot in self._stale:
+            # One by one: an assignment to all of a row would make an array first.
+            at = self._rows[slot]
+            for value in self._row(self._candidates[slot]):
+                cells[at] = value
+                at += size
+        self._stale.clear()
 
     def read(self, rows: npt.NDArray[np.intp], into: npt.NDArray[np.float64]) -> None:
         """Copies rows as they are now."""
         if self._stale:
-            cells, size = self._cells, self._columns.shape[1]
-            for slot in self._stale:
-                # One by one: an assignment to all of a row would make an array first.
-                at = self._rows[slot]
-                for value in self._row(self._candidates[slot]):
-                    cells[at] = value
-                    at += size
-            self._stale.clear()
+            self.write()
         self._columns.take(rows, 1, into, "clip")
 
     def check_invariants(self) -> None:
@@ -112,7 +124,8 @@ class Board:
         assert sorted(taken) == list(range(len(taken)))
         for slot, row in self._rows.items():
             if slot not in self._stale:
-                assert tuple(self._columns[:, row]) == self._row(self._candidates[slot]), slot
+                candidate = replace(self._candidates[slot], line=None)
+                assert tuple(self._columns[:, row]) == self._row(candidate), slot
 
     def _row(self, c: Candidate) -> tuple[float, ...]:
         token = c.token_s, self._model.weight(c) * c.token_s

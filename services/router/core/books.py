@@ -43,7 +43,7 @@ class Books:
         on_gone: Callable[[int], None],
     ) -> None:
         self._liveness = liveness
-        self._most_churn = cost.most_churn
+        self._cost = cost
         self._on_gone = on_gone
         self.table = WorkerTable(liveness)
         self.index = PrefixIndex()
@@ -103,6 +103,8 @@ class Books:
             self.choices.reserve()
         # What one worker taught, its model's others learn now.
         self.learn(self.pages)
+        self.refresh()
+        self.board.write()
         return [change.worker.info.id for change in changes]
 
     # What candidates show.
@@ -119,15 +121,18 @@ class Books:
     def learn(self, slots: Iterable[int]) -> None:
         """Reads the rates of these anew."""
         for slot in slots:
-            candidate = self.pages[slot].candidate
+            c = self.pages[slot].candidate
             prefill, decode = self.rates.prefill(slot), self.rates.decode(slot)
-            candidate.request_s = prefill.request_s
-            candidate.token_s = prefill.token_s
-            candidate.pair_s = prefill.pair_s
-            candidate.sequence_s = decode.sequence_s
-            candidate.kv_s = decode.kv_s
-            candidate.settle()
-            self._weigh(candidate)
+            before = c.request_s, c.token_s, c.pair_s, c.sequence_s, c.kv_s
+            c.request_s = prefill.request_s
+            c.token_s = prefill.token_s
+            c.pair_s = prefill.pair_s
+            c.sequence_s = decode.sequence_s
+            c.kv_s = decode.kv_s
+            if before != (c.request_s, c.token_s, c.pair_s, c.sequence_s, c.kv_s):
+                c.settle()
+                self.board.changed((slot,))
+            self._weigh(c)
 
     def filled(self, slot: int, blocks: float) -> None:
         """So many blocks come to a slot's cache (parts of blocks count as such)."""
@@ -161,7 +166,8 @@ class Books:
             if slot not in self.load.changed:
                 fresh = replace(c)
                 self.load.fill(fresh)
-                fresh.line = c.line
+                self._cost.line(fresh)
+                fresh.line = fresh.line if c.line else None
                 assert fresh == c, "a load that nobody wrote down"
         self.choices.check_invariants()
         self.board.check_invariants()
@@ -205,7 +211,8 @@ class Books:
         self.learn((slot,))
 
     def _weigh(self, candidate: Candidate) -> None:
-        most = self._most_churn
-        candidate.churn = min(max(self._churn.excess(candidate.slot), -most), most)
-        candidate.line = None
-        self.board.changed((candidate.slot,))
+        most = self._cost.most_churn
+        churn = min(max(self._churn.excess(candidate.slot), -most), most)
+        if churn != candidate.churn:
+            candidate.churn, candidate.line = churn, None
+            self.board.changed((candidate.slot,))

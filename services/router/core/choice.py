@@ -66,8 +66,8 @@ class Choice:
     """Where in these two a slot is."""
     sheet: Sheet
     """What they cost where nothing of a prompt is."""
-    beneath: list[tuple[str, bytes]]
-    """Daemons below them, by id and namespace: in this order are the sheet's groups."""
+    above: dict[tuple[str, bytes], list[int]]
+    """Daemons, by id and namespace, and the numbers of those above them: the sheet's groups."""
     until: float
     """When the first of them may have been silent for too long."""
     longest: float
@@ -292,7 +292,7 @@ class Choices:
             [page.candidate for page in pages],
             dict(zip(slots, itertools.count())),
             self._board.sheet(slots, list(above.values())),
-            list(above),
+            above,
             min((w.heard_at for w in workers), default=_NEVER) + self._liveness.suspect_after_s,
             min((w.info.max_model_len or _NEVER for w in workers), default=_NEVER),
             ways,

@@ -46,8 +46,8 @@ class Drafts:
         self._written[slot] = page
         prompt, tokens, block = self._prompt, self._query.prompt_tokens, self._query.block_size or 1
         c.prompt_tokens = tokens
-        own = prompt.depths.get(slot, 0)
-        if own:
+        own = prompt.depths.get(slot)
+        if own is not None:
             # A last block may be partly filled, and one token is always computed.
             c.g1_tokens = min(own * block, max(0, tokens - 1))
             c.mates = prompt.crowd(slot)
@@ -74,7 +74,7 @@ class Drafts:
         the next call.
         """
         costs = choice.sheet.totals(now, self._query.prompt_tokens)
-        loads = self._loads(choice) if choice.beneath else ()
+        loads = self._loads(choice) if choice.above else ()
         warm = [
             (number, costs[number] + self._cost.warmth(page.candidate))
             for slot, page in self._written.items()
@@ -96,16 +96,15 @@ class Drafts:
     def _loads(self, choice: Choice) -> list[Load]:
         """What each daemon beneath brings to those above it that have nothing of their own."""
         loads: list[Load] = []
-        for where, (fastest_s, slowest_s) in zip(
-            choice.beneath, choice.sheet.spread(), strict=True
+        for (where, numbers), (fastest_s, slowest_s) in zip(
+            choice.above.items(), choice.sheet.spread(), strict=True
         ):
             beneath = self._prompt.beneath(*where, fastest_s, slowest_s)
             if beneath is None:
                 loads.append((0, 0.0, 0.0))
                 continue
             if beneath is MIXED:
-                for page in choice.pages:
-                    if where == (page.worker.info.kvbm, page.worker.info.namespace):
-                        self.of(page)
+                for number in numbers:
+                    self.of(choice.pages[number])
             loads.append((beneath.tokens, beneath.load_s, beneath.load_tokens))
         return loads

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
 from services.common.events.model import Tier, TierRate
 from services.router.core.tiers import LOWER_TIERS, TIER_BITS
@@ -122,7 +123,7 @@ class OnboardModel:
 
 
 def _measured(rate: TierRate | None) -> Pace | None:
-    """None: not known."""
-    if rate is None or rate.block_s <= 0:
+    """None: not known, or not to be believed."""
+    if rate is None or not (0 < rate.block_s < inf and 0 <= rate.latency_s < inf):
         return None
     return Pace(rate.latency_s, rate.block_s, 0.0)

@@ -30,8 +30,8 @@ _WIDTH = 3
 _MANY = 1024
 """Blocks at a time that are worth a detour through sets, which are faster for new ones."""
 _MOST_INTERNED = 1 << 16
-_MOST_REMEMBERED = 1 << 20
-"""Blocks of stretches; forgotten all at once beyond that."""
+_MOST_REMEMBERED = 1 << 18
+"""Blocks of stretches: some 30 MB. Beyond that the oldest are forgotten."""
 
 
 def tier_set(tiers: Iterable[Tier]) -> int:
@@ -102,9 +102,8 @@ class TierSpace:
 
     def remember(self, keys: list[int], mask: int) -> None:
         """All these, which follow each other in a chain, have this mask, which is not 0."""
-        if len(self._stretch_of) >= _MOST_REMEMBERED:
-            self.stretches.clear()
-            self._stretch_of.clear()
+        while len(self._stretch_of) >= _MOST_REMEMBERED:
+            self.changed(next(iter(self.stretches)))
         mine = dict.fromkeys(keys, keys[0])
         if len(mine) == len(keys) and self._stretch_of.keys().isdisjoint(mine):
             self.stretches[keys[0]] = Stretch(keys, mask)

@@ -295,6 +295,92 @@ async def test_the_slots_of_a_fetch_that_is_cancelled_wait_for_the_agents_end(
         assert t.world.late == 2, "the fake did not write late"
 
 
+async def test_a_question_that_fails_does_not_end_what_is_being_read(
+    two: Callable[..., Any],
+) -> None:
+    keys = chain("asked", 90)
+    async with two() as t:
+        t.a.save(keys)
+        t.world.gate, t.calls.refused = asyncio.Semaphore(0), {3}
+        fetch = t.b.fetches.fetch(A, wanted(keys))
+        await until(lambda: t.world.running == 2)
+        t.world.gate.release()
+        await until(lambda: t.calls.exports == 3 and t.world.running == 1)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not fetch.done() and t.world.running == 1
+        t.world.gate.release()
+        came = await fetch
+        assert came == t.b.good(keys) > 0 == t.b.fetches.quarantined
+        assert t.world.reads == 2 and t.b.peers.connected(A)
+        assert t.b.node.metrics.counts["peer_fetches_unavailable"] == 1
+        await t.at_rest()
+
+
+async def test_a_read_that_fails_is_noticed_while_the_peer_is_asked(
+    two: Callable[..., Any],
+) -> None:
+    keys = chain("noticed", 90)
+    async with two() as t:
+        t.a.save(keys)
+        t.world.faults, t.calls.held = [Fault.HANG], {2: asyncio.Event()}
+        assert await t.b.fetches.fetch(A, wanted(keys)) == 0
+        assert t.world.reads == 1
+        t.calls.held[2].set()
+        await t.at_rest()
+
+
+async def test_fetches_side_by_side_take_turns_at_the_window(two: Callable[..., Any]) -> None:
+    """Two of them want more of it than there is; who reads waits for its own rounds' room."""
+    first, second = chain("one", 100), chain("two", 100)
+    async with two(blocks=260) as t:
+        t.a.save(first)
+        t.a.save(second)
+        t.world.gate = asyncio.Semaphore(0)
+        fetches = [t.b.fetches.fetch(A, wanted(keys)) for keys in (first, second)]
+        while not all(fetch.done() for fetch in fetches):
+            # Each round takes longer than an export waits for room.
+            await asyncio.wait(fetches, timeout=0.25)
+            t.world.gate.release()
+        assert [await fetch for fetch in fetches] == [100, 100]
+        await t.at_rest()
+
+
+async def test_a_fetch_that_is_cancelled_twice_gives_all_back(two: Callable[..., Any]) -> None:
+    keys = chain("twice", 90)
+    async with two() as t:
+        t.a.save(keys)
+        t.world.gate, t.calls.held = asyncio.Semaphore(0), {3: asyncio.Event()}
+        fetch = t.b.fetches.fetch(A, wanted(keys))
+        await until(lambda: t.world.running == 2 and t.calls.exports == 3)
+        link = t.b.peers._links[A]
+        fetch.cancel()
+        await asyncio.sleep(0)
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        t.calls.held[3].set()
+        assert link.users == link.reading == 0
+        await t.at_rest()
+        assert len(t.a.peers.exports.window) == 0
+
+
+async def test_an_export_that_cannot_be_read_is_given_back(
+    two: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(self: FakeAgent, metadata: bytes, timeout_s: float) -> str:
+        raise NixlFailed("no way there")
+
+    keys = chain("unread", 8)
+    async with two() as t:
+        t.a.save(keys)
+        monkeypatch.setattr(FakeAgent, "know", refused)
+        assert await t.b.fetches.fetch(A, wanted(keys)) == 0
+        await until(lambda: not t.b.space._tasks)
+        assert len(t.a.peers.exports.window) == 0
+        await t.at_rest()
+
+
 async def test_a_flipped_bit_is_found_and_the_peer_is_told(two: Callable[..., Any]) -> None:
     keys = chain("flip", 8)
     async with two() as t:

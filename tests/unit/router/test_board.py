@@ -1,9 +1,11 @@
 """What is worked out for all workers in one go is what each of them would say for itself."""
 
+import math
 import random
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from services.common.events.model import (
     Batch,
@@ -20,7 +22,8 @@ from services.router.core.choice import Choice
 from services.router.core.cost import Candidate, CostModel
 from services.router.core.drafts import Drafts
 from services.router.core.nodes import NodeInfo
-from tests.unit.router.test_placement import KEYS, Rig
+from tests.unit.router.test_node_placement import NodeRig
+from tests.unit.router.test_placement import KEYS, CoreMachine, Rig
 
 SPACES = (b"n" * 32, b"o" * 32)
 
@@ -136,3 +139,57 @@ def test_the_cheapest_are_those_within_the_tolerance() -> None:
     for some in (costs, np.array(costs)):
         assert board.level(some, 1e-6) == [1, 3]
         assert board.level(some, 0.0) == [1]
+
+
+class ColumnsMachine(CoreMachine):
+    """Anything that can happen to a core that keeps few workers in columns as well."""
+
+    def __init__(self) -> None:
+        self.many, board.MANY = board.MANY, 1
+        super().__init__()
+
+    def teardown(self) -> None:
+        board.MANY = self.many
+
+
+ColumnsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestColumns = ColumnsMachine.TestCase
+
+
+@pytest.mark.parametrize("many", [1, 1000], ids=["columns", "one by one"])
+def test_what_has_changed_counts_in_the_next_decision(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Load, churn and rates, each by itself, between decisions that read them."""
+    monkeypatch.setattr(board, "MANY", many)
+    rig = Rig(2)
+    books = rig.core._books
+    slots = {page.rank.holder.id: slot for slot, page in books.pages.items()}
+    assert {rig.place(keys=()).holder.id for _ in range(12)} == {"w0", "w1"}
+    rig.say("w0", RequestAdmitted(AttemptId("a"), 5000, 1, ()))
+    assert rig.place(keys=()).holder.id == "w1"
+    books.filled(slots["w0"], 5)
+    rig.core.check_invariants()
+    for number in range(20):
+        began = rig.now + number
+        done = books.rates.prefills_done(slots["w1"], 1, 1000, 5e5, began, began + 0.001)
+        books.learn(done)
+        rig.place(keys=())  # checks invariants
+
+
+@pytest.mark.parametrize("many", [1, 1000], ids=["columns", "one by one"])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_a_measurement_that_cannot_be_is_none(
+    wrong: float, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "MANY", many)
+    rig = NodeRig()
+    for node in ("n0", "n1"):
+        rig.tier(node, Tier.G2)
+    placed = rig.place(excluded=frozenset({"w3"})).predicted_cached_tokens
+    for number, rate in enumerate(
+        (TierRate(Tier.G2, wrong, 0.001, SPACES[0]), TierRate(Tier.G2, 0.001, wrong, SPACES[0]))
+    ):
+        rig.core.nodes.apply(Batch("n0", 1, number + 2, 0, (rate,)), rig.now)
+        for _ in range(4):
+            assert rig.place(excluded=frozenset({"w3"})).predicted_cached_tokens == placed
