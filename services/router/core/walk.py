@@ -21,8 +21,6 @@ _BEST = tuple(
     next((int(tier) for tier, bit in TIER_BITS.items() if bit & bits), 0) for bits in range(8)
 )
 """Number of the best tier in a set of tiers; 0: there is none."""
-_ALIKE = [bytes((tier,)) * _CHUNK for tier in range(8)]
-"""A chunk of which all blocks are in the same tier."""
 _NOBODY = -1
 """Stands for the place of a daemon that has none of a prompt."""
 
@@ -37,6 +35,20 @@ class Run:
     below: int | None = None
     """Number in the prompt of its first block that is not in G2."""
     peer: int = 0
+
+    def add(self, tier: int, count: int, first: int) -> None:
+        """So many blocks are in a tier, `first` is the number of the first one there."""
+        if tier == Tier.G2:
+            self.g2 += count
+            return
+        if self.below is None or first < self.below:
+            self.below = first
+        if tier == Tier.G3:
+            self.g3 += count
+        elif tier == Tier.G4:
+            self.g4 += count
+        else:
+            self.peer += count
 
     @property
     def total(self) -> int:
@@ -108,39 +120,38 @@ class TierWalk:
         return told
 
     def _run(self, who: tuple[int, int, int, int, int]) -> Run:
-        start, peers, run = who[3], who[4], Run()
+        shift, remote, worth, start, peers = who
+        run = Run()
         while start < self._limit:
             chunk, skip = divmod(start, _CHUNK)
-            tiers = self._best(who, chunk)
-            hole = tiers.find(0, skip)
-            end = len(tiers) if hole < 0 else hole
-            g2, g3 = tiers.count(2, skip, end), tiers.count(3, skip, end)
-            lower = end - skip - g2
-            if lower and run.below is None:
-                found = [tiers.find(tier, skip, end) for tier in (Tier.G3, Tier.G4, Tier.PEER)]
-                run.below = chunk * _CHUNK + min(at for at in found if at >= 0)
-            run.g2 += g2
-            run.g3 += g3
-            fetched = tiers.count(Tier.PEER, skip, end) if peers else 0
-            run.g4 += lower - g3 - fetched
-            run.peer += fetched
-            if hole >= 0:
+            masks = self._chunk(chunk)
+            if isinstance(masks, int):
+                tier = _tier(masks, shift, remote, worth, peers)
+                if not tier:
+                    break
+                run.add(tier, self._size(chunk) - skip, start)
+            elif self._add_some(run, masks, chunk, who, skip):
                 break
             start = (chunk + 1) * _CHUNK
         return run
 
-    def _best(self, who: tuple[int, int, int, int, int], chunk: int) -> bytes:
-        """Number of the best tier of each block of a chunk; 0: there is none."""
+    def _add_some(
+        self, run: Run, masks: list[int], chunk: int, who: tuple[int, int, int, int, int], skip: int
+    ) -> bool:
+        """Goes on with the blocks of a chunk; whether the run ends in it."""
         shift, remote, worth, _, peers = who
-        masks = self._chunk(chunk)
-        if isinstance(masks, int):
-            return _ALIKE[_tier(masks, shift, remote, worth, peers)][: self._size(chunk)]
         known = shift, remote, worth, peers, chunk
         tiers = self._tiers.get(known)
         if tiers is None:
             best = {mask: _tier(mask, shift, remote, worth, peers) for mask in set(masks)}
             tiers = self._tiers[known] = bytes(map(best.__getitem__, masks))
-        return tiers
+        hole = tiers.find(0, skip)
+        end = len(tiers) if hole < 0 else hole
+        for tier in (Tier.G2, Tier.G3, Tier.G4, Tier.PEER):
+            count = tiers.count(tier, skip, end)
+            if count:
+                run.add(tier, count, chunk * _CHUNK + tiers.find(tier, skip))
+        return hole >= 0
 
     def _chunk(self, chunk: int) -> int | list[int]:
         """Masks of a chunk of the prompt's blocks; one, if it is that of all."""
