@@ -49,7 +49,7 @@ class Agents:
     """Two bare agents: one shows a window, the other reads it."""
 
     def __init__(self) -> None:
-        self._source, self._reader = PeerAgent(), PeerAgent()
+        self._source, self._reader = PeerAgent(loopback=True), PeerAgent(loopback=True)
         self._memory: list[mmap.mmap] = []
         self._read: Callable[[int], Any] | None = None
 

@@ -20,6 +20,7 @@ from services.common.events.tiers import REMOTE_LABEL
 from services.common.ids import new_incarnation
 from services.common.lifecycle import Lifecycle
 from services.common.loops import keep_going
+from services.common.net import is_loopback
 from services.common.rpc.server import RpcServer, rpc_server
 from services.common.telemetry.logging import get_logger
 from services.common.telemetry.metrics import metrics_server, new_registry
@@ -169,6 +170,7 @@ async def _node(
 def _peers(settings: KvbmSettings, id: str, incarnation: int, metrics: KvbmMetrics) -> Peers | None:
     if settings.peers_off:
         return None
+    loopback = is_loopback(settings.host)
     return Peers(
         PeerBook(id),
         GrpcPeers(id, incarnation),
@@ -176,11 +178,11 @@ def _peers(settings: KvbmSettings, id: str, incarnation: int, metrics: KvbmMetri
             settings.peer_window_bytes,
             metrics,
             Node.now_ms,
-            new_agent=partial(PeerAgent, settings.arena_dir),
+            new_agent=partial(PeerAgent, settings.arena_dir, loopback=loopback),
         ),
         metrics,
         timeout_s=settings.peer_timeout_s,
-        new_agent=partial(PeerAgent, settings.arena_dir, writes=True),
+        new_agent=partial(PeerAgent, settings.arena_dir, writes=True, loopback=loopback),
     )
 
 

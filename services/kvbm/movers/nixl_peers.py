@@ -39,12 +39,16 @@ class RemotePiece:
 class PeerAgent:
     """One agent in its process. Loop's thread only; `start` before anything else."""
 
-    def __init__(self, folder: Path | None = None, *, writes: bool = False) -> None:
+    def __init__(
+        self, folder: Path | None = None, *, writes: bool = False, loopback: bool = False
+    ) -> None:
         """folder: of the arenas, and for what UCX leaves behind in shared memory.
 
         writes: it may write into the arenas; then it holds their lock.
+        loopback: all peers are on this machine; else UCX listens on all of its networks.
         """
         self._folder = folder
+        self._loopback = loopback
         self._writes = writes
         self.name = f"forebay-{secrets.token_hex(8)}"
         self.metadata = b""
@@ -66,7 +70,7 @@ class PeerAgent:
         """Starts the process and its agent. Raises NixlFailed: there is no NIXL or no UCX."""
         folder = self._folder
         try:
-            environment = _environment(folder)
+            environment = _environment(folder, self._loopback)
             locks = [held_by_child(folder)] if folder is not None and self._writes else []
         except OSError as exc:
             raise NixlFailed(f"the folder of arenas can't be used: {exc}") from exc
@@ -139,8 +143,10 @@ def remove_leftovers(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _environment(folder: Path | None) -> dict[str, str]:
+def _environment(folder: Path | None, loopback: bool) -> dict[str, str]:
     found = {"UCX_LOG_LEVEL": "error"}
+    if loopback:
+        found["UCX_NET_DEVICES"] = "lo"
     # Not on hugetlbfs, whose pages are larger.
     if folder is not None and os.statvfs(folder).f_bsize <= _LARGE_PAGE:
         found["UCX_POSIX_DIR"] = str(folder)

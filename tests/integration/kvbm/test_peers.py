@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from forebay.kvbm.v1 import kvbm_pb2 as pb
 
@@ -477,3 +478,18 @@ async def test_clearing_voids_what_is_on_its_way(
         space = b.daemon.node.spaces[NAMESPACE]
         assert not any(space.catalog.tiers_of(key) for key in keys)
         await at_rest(a, b)
+
+
+async def test_on_loopback_agents_listen_there_alone(pair: Callable[..., Any]) -> None:
+    keys = chain("quiet", BLOCKS)
+    async with pair() as (a, b), engine(a.address) as writer, engine(b.address) as reader:
+        await writer.save(keys)
+        assert await reader.load(keys, wait_s=5.0) == BLOCKS
+        pids = [a.daemon.node.peers.exports.agent_pid, *b.daemon.node.peers.agent_pids()]
+        addresses = {
+            socket.laddr.ip
+            for pid in pids
+            for socket in psutil.Process(pid).net_connections("tcp")
+            if socket.status == psutil.CONN_LISTEN
+        }
+        assert len(pids) == 2 and addresses == {"127.0.0.1"}
