@@ -108,8 +108,8 @@ class KvbmSettings(ServiceSettings):
     """measured: load only what beats recomputing; always, never: for comparisons."""
     verify: bool = True
     """Whether every block's bytes are checked; false only to show what that prevents."""
-    grant_blocks: int = Field(default=64, ge=1, le=4096)
-    """Most empty slots that one engine may hold."""
+    grant_blocks: int = Field(default=1024, ge=1, le=4096)
+    """Most empty slots that one engine may hold; it asks for two of its steps' blocks."""
     pin_share: float = Field(default=0.5, ge=0, le=1)
     """Most of a tier that pins may keep."""
     scrub_mb_s: float = Field(default=50.0, ge=0)

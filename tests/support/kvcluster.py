@@ -175,6 +175,19 @@ class KvCluster:
             missing, lambda n: n == 0, within_s=within_s, what="blocks in their tier", every_s=0.1
         )
 
+    async def until_saved(self, workers: Sequence[str], prompts: Sequence[Sequence[int]]) -> None:
+        """Asks anew for prompts with blocks that no tier has, until there are none.
+
+        A block that finds no slot while its request lasts is passed over: saves wait for nothing.
+        """
+
+        async def lost() -> int:
+            gone = [p for p in prompts if not all(await self.tiers_of(p))]
+            await self.ask_all(workers, gone)
+            return len(gone)
+
+        await until(lost, lambda n: n == 0, within_s=30, what="all blocks saved", every_s=0.2)
+
     async def at_rest(self) -> None:
         """Waits until no lease is held and nothing is quarantined."""
 
@@ -188,7 +201,7 @@ class KvCluster:
         await until(held, lambda h: h == (0, 0), within_s=20, what="leases and quarantine at 0")
 
     async def attached(self) -> None:
-        """Waits until all live workers are attached to the daemon, and ask it again."""
+        """Waits until all live workers are attached to the daemon, ask it, and save into it."""
         workers = [n for n, p in self.cluster.processes.items() if n[:6] == "worker" and p.alive]
 
         async def known() -> set[str]:
@@ -196,16 +209,27 @@ class KvCluster:
 
         await until(known, lambda k: k >= set(workers), within_s=30, what="workers attached")
         for name in workers:
+            # What it had not told of a former daemon's life comes with the first step.
+            await self._saves(name)
             await until(
-                lambda n=name: self._asks(n), within_s=30, what=f"look-ups of {name}", every_s=0.2
+                lambda n=name: self._saves(n), within_s=30, what=f"saves of {name}", every_s=0.1
             )
 
-    async def _asks(self, worker: str) -> bool:
-        """Whether a worker asks the daemon; one that had given it up tries again with a request."""
+    async def _saves(self, worker: str) -> bool:
+        """Whether a worker asks the daemon and has told of a new block committed. Each call brings
+        a new block: one that had given the daemon up tries again with a request.
+        """
         address = self.cluster.ready(worker).metrics_address
+
+        async def committed() -> float:
+            name = "forebay_worker_kvbm_events_total"
+            return await metric(address, name, event="commit_stored")
+
+        before = await committed()
+        await self.ask(worker, prompt(random.getrandbits(60), 1), max_tokens=2)
         if await metric(address, "forebay_worker_kvbm_breaker_open"):
-            await self.ask(worker, prompt(random.getrandbits(60), 1), max_tokens=1)
-        return not await metric(address, "forebay_worker_kvbm_breaker_open")
+            return False
+        return await committed() > before
 
     async def scrub(self) -> tuple[int, int]:
         """Verifies all blocks in memory and on disk now: how many, and how many were bad."""

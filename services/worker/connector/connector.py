@@ -34,7 +34,8 @@ from services.worker.connector.link import Link
 from services.worker.connector.model import Orders, Report
 from services.worker.connector.news import Hello
 from services.worker.connector.plan import Plan
-from services.worker.connector.scheduler_side import MAX_PINNED_BLOCKS, SchedulerSide
+from services.worker.connector.saves import ahead_blocks
+from services.worker.connector.scheduler_side import SchedulerSide
 from services.worker.connector.stats import ForebayStats
 from services.worker.connector.worker_side import NO_ENDS, WorkerSide
 
@@ -114,10 +115,13 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model=str(self._extra.get("model", "")),
             g1_bytes=handshake.g1_bytes,
         )
-        link = Link(self._extra["address"], hello)
+        step_tokens = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
+        ahead = ahead_blocks(step_tokens, self._block_size)
+        link = Link(self._extra["address"], hello, grant_blocks=ahead)
         plan = Plan(
             link.slots,
-            pin_limit=max(1, min(MAX_PINNED_BLOCKS, self._blocks // 4)),
+            # Never more than a quarter of the cache: requests need the rest.
+            pin_limit=max(1, min(ahead, self._blocks // 4)),
             ask_s=float(self._extra.get("timeout_s", 0.25)),
         )
         side = SchedulerSide(self._block_size, plan, link)

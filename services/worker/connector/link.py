@@ -87,7 +87,7 @@ class _Stop:
 class Link:
     """The thread and what it shares with the scheduler's: an inbox, a list of news, the slots."""
 
-    def __init__(self, address: str, hello: Hello, *, grant_blocks: int = 64) -> None:
+    def __init__(self, address: str, hello: Hello, *, grant_blocks: int) -> None:
         self.slots = SlotPool()
         self.counts: dict[str, int] = defaultdict(int)
         """Failures by kind. Written by the link's thread alone."""

@@ -16,8 +16,18 @@ from services.worker.connector.terms import Terms
 
 KNOWN_KEYS = 65_536
 """Keys remembered as stored."""
-SCAN_BLOCKS = 64
-"""Most blocks of one request that a step looks at; the rest follow with later steps."""
+AHEAD_BLOCKS = (64, 1024)
+"""Fewest and most blocks that may be on their way to kvbm: pinned in G1, and slots granted."""
+
+
+def ahead_blocks(step_tokens: int, block_size: int) -> int:
+    """Blocks that may be on their way when a step computes up to `step_tokens`: those of two steps.
+
+    With fewer a long prompt whose answer is one token, as every prefill worker's is, would be over
+    before all its blocks had their turn.
+    """
+    fewest, most = AHEAD_BLOCKS
+    return min(most, max(fewest, 2 * -(-step_tokens // block_size)))
 
 
 class Slots(Protocol):
@@ -87,6 +97,8 @@ class SavePlan:
         """`pin_limit`: most G1 blocks that saves keep at once."""
         self._slots = slots
         self._pin_limit = pin_limit
+        self._scan = max(AHEAD_BLOCKS[0], pin_limit)
+        """Most blocks of one request that a step looks at; the rest follow with later steps."""
         self._requests: dict[str, _Request] = {}
         self._jobs: dict[int, tuple[int, tuple[Pick, ...]]] = {}
         self._next_job = 1
@@ -156,7 +168,7 @@ class SavePlan:
         """
         request = self._requests[id]
         picks: list[Pick] = []
-        end = min(request.complete, request.cursor + SCAN_BLOCKS)
+        end = min(request.complete, request.cursor + self._scan)
         for position in range(request.cursor, end):
             key = bytes(keys[position])
             if not self._known.since(key, request.looked_s) and key not in self._saving:

@@ -18,8 +18,6 @@ from services.worker.connector.plan import Plan
 from services.worker.connector.saves import Pick
 from services.worker.connector.terms import from_params
 
-MAX_PINNED_BLOCKS = 64
-"""Most G1 blocks that unfinished saves keep; a quarter of the cache, if that is less."""
 log = get_logger(__name__)
 
 

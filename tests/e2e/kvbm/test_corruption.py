@@ -76,6 +76,7 @@ async def stored(kv: KvCluster, reference: dict[int, tuple[int, ...]], tier: int
         reference.update(texts(answers))
         assert len(set(reference.values())) == len(PROMPTS), "outputs must depend on prompts"
     assert texts(answers) == reference
+    await kv.until_saved(BOTH, PROMPTS)
     await kv.until_in(tier, PROMPTS, 60)
     await kv.forget_g1(*BOTH)
 

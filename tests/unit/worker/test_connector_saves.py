@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections import deque
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.worker.connector.instructions import Fill, Instructions
 from services.worker.connector.model import LeasedBlock, Loaded, LoadOrder, Saved, SaveOrder, Slot
 from services.worker.connector.plan import Plan
-from services.worker.connector.saves import KnownKeys, Pick, SavePlan
+from services.worker.connector.saves import KnownKeys, Pick, SavePlan, ahead_blocks
 from services.worker.connector.slots import SlotPool
 from services.worker.connector.terms import Lease, Terms
 
@@ -59,6 +60,25 @@ def test_a_block_is_saved_with_the_step_that_completes_it() -> None:
     out = Instructions()
     assert plan.saved(1, Saved((123,)), out) == 1
     assert out.fills == [Fill(5, Slot(2, 1), chain[2], chain[1], 2, "acme", 123)]
+
+
+def test_a_large_step_is_saved_whole() -> None:
+    """A prefill worker's answer is one token: no step follows that could save the rest."""
+    ahead = ahead_blocks(step_tokens=8192, block_size=16)
+    assert ahead == 1024
+    plan, _ = make(2000, pin_limit=ahead)
+    chain = keys(512)
+    plan.arrive("r", Terms())
+    assert [p.position for p in step(plan, "r", chain, 512)] == list(range(512))
+    assert plan.leave("r") == 0
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "block_size", "blocks"),
+    [(256, 32, 64), (2048, 16, 256), (2050, 16, 258), (131_072, 16, 1024)],
+)
+def test_two_steps_may_be_on_their_way(step_tokens: int, block_size: int, blocks: int) -> None:
+    assert ahead_blocks(step_tokens, block_size) == blocks
 
 
 def test_what_is_stored_is_not_saved_again() -> None:
