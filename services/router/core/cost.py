@@ -191,13 +191,13 @@ class Score:
 class CostModel:
     """The weights; pure numbers unless said otherwise, so that they fit any hardware."""
 
-    own_weight: float = 1.75
+    own_weight: float = 2.0
     """How much more than once a request's own recompute counts."""
     churn_weight: float = 3.0
     """Price of computing where the cache is refilled twice as fast as others, as a share of it."""
     most_churn: float = 0.3
     """Churn counts up to this much more or less than others'."""
-    space_weight: float = 0.006
+    space_weight: float = 0.009
     """Price of a token of space in use, as a share of computing it."""
     crowd_weight: float = 1.0
     """Price of each mate beyond `free_mates`, as a share of computing the prompt."""
