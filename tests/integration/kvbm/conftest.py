@@ -41,6 +41,8 @@ def settings(folder: Path, **more: Any) -> KvbmSettings:
         "cpu_cache_dir": str(folder / "arenas"),
         "disk_free_gb": 0.0,
         "scrub_mb_s": 0.0,
+        # What a request waits for in production is too short beside engines that start.
+        "promote_ms": 20_000,
         **more,
     }
     if values.get("disk_cache_gb") and "disk_cache_dir" not in values:
