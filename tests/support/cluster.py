@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from tests.support.forks import fork
 from tests.support.netns import Host
-from tests.support.processes import Process, Ready
+from tests.support.processes import Process, Ready, execute
 
 MODEL = "org/tiny"
 """Name under which the tiny model is served: with a slash, as real names have one."""
@@ -62,7 +63,9 @@ class Cluster:
         `at`: on that host of two, reached by the network of control.
         """
         if at is None:
-            process = Process(name, self._argv(module, name, flags), self.folder)
+            real = module == "services.worker" and flags.get("engine") != "sim"
+            argv = self._argv(module, name, flags)
+            process = Process(name, argv, self.folder, starter=fork if real else execute)
         else:
             argv = at.argv(self._argv(module, name, flags | {"host": at.control}))
             process = Process(name, argv, self.folder, at.env)

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 _DIE_WITH_PARENT = (
     "import ctypes, os, signal, sys;"
@@ -33,33 +34,71 @@ class Ready:
     """Id and incarnation of each, when the process holds several."""
 
 
+class Child(Protocol):
+    """A process that was started; Popen is one."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code; raises TimeoutExpired."""
+
+    def send_signal(self, signum: int) -> None:
+        """Nothing when it has ended."""
+
+
+Starter = Callable[[Sequence[str], Mapping[str, str], BinaryIO], Child]
+"""Starts a command in that environment, with that file for its output; it dies with this process
+(and with the thread that started it)."""
+
+
+def execute(argv: Sequence[str], env: Mapping[str, str], log: BinaryIO) -> Child:
+    """The usual starter."""
+    return subprocess.Popen(
+        [sys.executable, "-S", "-c", _DIE_WITH_PARENT, *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,  # a Ctrl-C at the terminal is pytest's business
+    )
+
+
 class Process:
     """One `python -m ...` with its log file; `start` again after its end is a restart in place."""
 
     def __init__(
-        self, name: str, argv: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        argv: Sequence[str],
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        starter: Starter = execute,
     ) -> None:
         self.name = name
         self.argv = list(argv)
         self.env = dict(env or {})
         self.log_file = folder / f"{name}.log"
         self.ready_file = folder / f"{name}.ready.json"
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._starter = starter
+        self._child: Child | None = None
         self._stopped = False
 
     @property
     def pid(self) -> int:
-        assert self._popen is not None, f"{self.name} was never started"
-        return self._popen.pid
+        assert self._child is not None, f"{self.name} was never started"
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
         """Whether it runs (also when stopped by SIGSTOP)."""
-        return self._popen is not None and self._popen.poll() is None
+        return self._child is not None and self._child.poll() is None
 
     @property
     def exit_code(self) -> int | None:
-        return None if self._popen is None else self._popen.poll()
+        return None if self._child is None else self._child.poll()
 
     def start(self) -> None:
         """Starts it; returns at once. Main thread only: it dies with the thread that starts it."""
@@ -69,14 +108,7 @@ class Process:
         with self.log_file.open("ab") as log:
             log.write(f"--- start {self.name} {time.time():.3f}: {self.argv}\n".encode())
             log.flush()
-            self._popen = subprocess.Popen(
-                [sys.executable, "-S", "-c", _DIE_WITH_PARENT, *self.argv],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.env},
-                start_new_session=True,  # a Ctrl-C at the terminal is pytest's business
-            )
+            self._child = self._starter(self.argv, {**os.environ, **self.env}, log)
 
     def ready(self) -> Ready | None:
         """Its ready file, once that is there. Fails when the process has ended instead."""
@@ -155,9 +187,9 @@ class Process:
         return "\n".join(self.log_text(start).splitlines()[-lines:])
 
     def _signal(self, signum: int) -> None:
-        assert self._popen is not None
-        self._popen.send_signal(signum)
+        assert self._child is not None
+        self._child.send_signal(signum)
 
     def _wait(self, timeout_s: float) -> None:
-        assert self._popen is not None
-        self._popen.wait(timeout_s)
+        assert self._child is not None
+        self._child.wait(timeout_s)

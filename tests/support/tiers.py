@@ -23,6 +23,7 @@ from services.common.blocks import block_hashes
 from services.common.rpc.channel import open_channel
 from tests.models import VOCAB_SIZE
 from tests.support.etcd import free_port
+from tests.support.forks import fork
 from tests.support.kvbm import daemon_process
 from tests.support.polling import until
 from tests.support.processes import Process
@@ -167,7 +168,7 @@ class Node:
         argv += ["--kv-cache-gb", str(BLOCK_BYTES * blocks / 2**30)]
         # On a busy machine an answer may take a while; what that costs is tested elsewhere.
         argv += ["--kvbm", f"127.0.0.1:{self.port}", "--kvbm-timeout-s", "3", *flags]
-        process = Process(name, argv, self.folder)
+        process = Process(name, argv, self.folder, starter=fork)
         process.argv += ["--ready-file", str(process.ready_file)]
         return Worker(process)
 

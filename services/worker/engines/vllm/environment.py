@@ -15,7 +15,10 @@ from services.worker.config import WorkerSettings
 log = get_logger(__name__)
 
 
-def prepare(settings: WorkerSettings) -> Literal["inprocess", "async"]:
+Mode = Literal["inprocess", "async"]
+
+
+def prepare(settings: WorkerSettings) -> Mode:
     """Sets the environment, imports torch, decides the engine's mode. Before vLLM is imported."""
     if os.environ.pop("PYTHONHASHSEED", None) is not None:
         # It replaces the root of the block hash chain: nobody else would compute our hashes.
@@ -23,33 +26,49 @@ def prepare(settings: WorkerSettings) -> Literal["inprocess", "async"]:
     if os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None) is not None:
         log.warning("VLLM_CPU_KVCACHE_SPACE is set and would override --kv-cache-gb; left out")
     os.environ.update(
-        OMP_NUM_THREADS=str(settings.threads),
-        TOKENIZERS_PARALLELISM="false",
-        VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES="1",
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
+        OMP_NUM_THREADS=str(settings.threads),  # torch reads it when it is imported
         VLLM_LOGGING_LEVEL=settings.engine_log_level.upper(),
     )
     if settings.transfers:
         _prepare_transfers(settings)
     tame_logging(settings.engine_log_level, starting=True)
-    if Path(settings.model).exists():
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    mode = mode_of(settings)
+    os.environ.update(at_import(settings, mode))
+    return mode
+
+
+def mode_of(settings: WorkerSettings) -> Mode:
+    """Where the engine runs. Imports torch."""
     import torch
 
-    if not torch.cuda.is_available() and settings.engine_args.get("enforce_eager", True):
+    if settings.engine_mode == "auto":
+        return "async" if torch.cuda.is_available() else "inprocess"
+    return settings.engine_mode
+
+
+def at_import(settings: WorkerSettings, mode: Mode) -> dict[str, str]:
+    """Variables that torch, vLLM and what they import read when they are imported. Imports torch.
+
+    Where these are the same, what one process has imported serves another.
+    """
+    import torch
+
+    inprocess = mode == "inprocess"
+    eager = not torch.cuda.is_available() and settings.engine_args.get("enforce_eager", True)
+    return {
+        "OMP_NUM_THREADS": str(settings.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        **({"HF_HUB_OFFLINE": "1"} if Path(settings.model).exists() else {}),
         # Some helpers of vLLM (ranks of log probabilities) are compiled at first use all the same:
         # half a minute inside somebody's request, and a crash where there is no C++ compiler.
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    mode: Literal["inprocess", "async"]
-    if settings.engine_mode == "auto":
-        mode = "async" if torch.cuda.is_available() else "inprocess"
-    else:
-        mode = settings.engine_mode
-    # In the process itself our logging does it; child processes have vLLM's own, at the same level.
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0" if mode == "inprocess" else "1"
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if mode == "inprocess" else "1"
-    return mode
+        **({"TORCH_COMPILE_DISABLE": "1"} if eager else {}),
+        # In the process itself our logging does it; child processes have vLLM's own, at our level.
+        "VLLM_CONFIGURE_LOGGING": "0" if inprocess else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if inprocess else "1",
+    }
 
 
 def _prepare_transfers(settings: WorkerSettings) -> None:
