@@ -126,6 +126,13 @@ def up(
     ] = False,
     chat: Annotated[str, _option("Once it serves, ask this and print the answer.")] = "",
     restart: Annotated[bool, _option("Start again what dies.")] = True,
+    fork_workers: Annotated[
+        bool | None,
+        _option(
+            "Fork workers from a process that has imported vLLM: each starts in 2 s; default: with "
+            "several on CPUs."
+        ),
+    ] = None,
     settings: Annotated[
         Path | None,
         _option(
@@ -293,6 +300,7 @@ def up(
             otlp_endpoint=otlp_endpoint,
             config=str(settings.absolute()) if settings else "",
             restart=restart,
+            fork_workers=fork_workers,
             start_timeout_s=start_timeout,
             drain_timeout_s=drain_timeout,
         )

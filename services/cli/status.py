@@ -24,6 +24,7 @@ from services.cli.up.run import cache_stats, worker_rows
 from services.cli.up.spec import ProcessState, ProcessView
 from services.cli.up.state import ClusterState, Phase
 from services.cli.up.view import process_table, worker_table
+from services.common.forking import answers
 
 _REFRESH_S = 1.0
 
@@ -87,6 +88,8 @@ async def _serves(view: ProcessView, now: ClusterState) -> bool:
         return False
     if view.kind == "etcd":
         return await etcd_healthy(view.ready.address)
+    if view.kind == "forkserver":
+        return await asyncio.to_thread(answers, Path(view.ready.address))
     if view.kind == "gateway":
         return await is_ok(f"{now.gateway_url}/ready")
     return await is_serving(view.ready.address)

@@ -3,8 +3,8 @@
 `serve` answers requests on a Unix socket by forking; in the child it returns what was asked for,
 and the caller becomes that program. `ask` is the other side. A request carries a command, its
 whole environment and the file for its output. The server tells the child's pid at once, and its
-exit code when it ends, on the same connection. Children die with the server, however it dies: whoever asked
-then reads the end of the connection, which `exit_code` takes for a SIGKILL.
+exit code when it ends, on the same connection. Children die with the server, however it dies:
+whoever asked then reads the end of the connection, which `exit_code` takes for a SIGKILL.
 
 The server must have one thread, or a lock that another one holds stays locked in the child.
 """
@@ -21,7 +21,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
@@ -80,6 +79,17 @@ def ask(path: Path, command: Sequence[str], env: Mapping[str, str], output: int)
         if isinstance(exc, OSError):
             raise ForkFailed(exc.strerror or str(exc)) from exc
         raise
+
+
+def answers(path: Path) -> bool:
+    """Whether a fork server accepts requests at `path`. Blocks for a moment."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(1.0)
+        try:
+            connection.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def exit_code(message: bytes) -> int:
@@ -174,7 +184,7 @@ class _Server:
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
         if os.getppid() != self._pid:  # it died before we were tied to it
-            _end(1)
+            os._exit(1)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.dup2(output, 1)
@@ -197,7 +207,3 @@ class _Server:
             if connection is not None:
                 with contextlib.suppress(OSError), connection:
                     connection.send(str(os.waitstatus_to_exitcode(status)).encode())
-
-
-def _end(code: int) -> NoReturn:
-    os._exit(code)

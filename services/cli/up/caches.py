@@ -118,7 +118,7 @@ def plan_caches(
             disk_gb = room
     return CachePlan(
         Caches(
-            socket=str(socket_path(state_dir)),
+            socket=str(socket_path(state_dir, "kvbm-0")),
             cpu_gb=round(cpu_gb, 6),
             cpu_dir=_absolute(cpu_dir),
             own_cpu_dir=own_cpu,
@@ -174,12 +174,12 @@ def arena_dir(state_dir: Path) -> Path:
     return root / f"forebay-{os.getuid()}-{_digest(state_dir)}"
 
 
-def socket_path(state_dir: Path) -> Path:
-    """The daemon's Unix socket: in the state directory, or in a short place if that is too long."""
-    path = state_dir / "run" / "kvbm-0.sock"
+def socket_path(state_dir: Path, name: str) -> Path:
+    """A process's Unix socket: in the state directory, or in a short place if that is too long."""
+    path = state_dir / "run" / f"{name}.sock"
     if len(os.fsencode(path)) <= _SOCKET_MAX:
         return path
-    return Path(tempfile.gettempdir()) / f"forebay-{os.getuid()}-{_digest(state_dir)}.sock"
+    return Path(tempfile.gettempdir()) / f"forebay-{os.getuid()}-{_digest(state_dir)}-{name}.sock"
 
 
 def memory_room_gb(folder: Path) -> float:

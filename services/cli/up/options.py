@@ -101,6 +101,10 @@ class UpOptions:
     """Settings file for the services: TOML with [shared], [gateway], [router], [worker], [kvbm]."""
     python: str = ""
     """Interpreter that runs the services; empty: the one that runs us."""
+    fork_workers: bool | None = None
+    """Whether one process imports vLLM for all workers, which are forked from it and so start in
+    two seconds; None: with several workers on CPUs.
+    """
     restart: bool = True
     """Whether what dies is started again."""
     start_timeout_s: float = 300.0
@@ -121,6 +125,8 @@ class UpOptions:
             raise UsageError(
                 "--float32 and --kv-cache-gb mean nothing to --engine sim, which computes nothing"
             )
+        if self.simulated and self.fork_workers:
+            raise UsageError("--fork-workers needs real engines; simulated ones import none")
         if self.workers < 1 or self.routers < 1:
             raise UsageError("--workers and --routers must be at least 1")
         if self.prefill and self.workers == self.prefill:

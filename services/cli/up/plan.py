@@ -10,14 +10,15 @@ from pathlib import Path
 from services.cli.adapters.http import etcd_probe
 from services.cli.config import is_set
 from services.cli.errors import CliError, UsageError
-from services.cli.up.caches import Caches
+from services.cli.up.caches import Caches, socket_path
 from services.cli.up.options import UpOptions
 from services.cli.up.ports import PortUse, free_port
 from services.cli.up.spec import ProcessSpec, file_probe
 from services.common.net import host_port
 
 LOOPBACK = "127.0.0.1"
-STOP_ORDER = ("planner", "gateway", "router", "worker", "kvbm", "etcd")
+_GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+STOP_ORDER = ("planner", "gateway", "router", "worker", "forkserver", "kvbm", "etcd")
 """Kinds in the order of a graceful stop: who takes requests first, who is needed by others last."""
 
 
@@ -166,13 +167,21 @@ def etcd_spec(ports: Ports, state_dir: Path) -> ProcessSpec:
 def service_specs(
     options: UpOptions, ports: Ports, caches: Caches | None = None
 ) -> tuple[ProcessSpec, ...]:
-    """Routers, the kvbm if there are `caches`, workers, a planner if one is asked for, and the
-    gateway, in that order.
+    """The workers' fork server if they have one, routers, the kvbm if there are `caches`, workers,
+    a planner if one is asked for, and the gateway, in that order.
     """
     state_dir = Path(options.state_dir)
+    forks = socket_path(state_dir, "forkserver-0") if _forks(options) else None
     endpoints = options.etcd or host_port(LOOPBACK, ports.etcd)
 
-    def spec(kind: str, number: int, *flags: str, env: dict[str, str] | None = None) -> ProcessSpec:
+    def spec(
+        kind: str,
+        number: int,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        module: str = "",
+        forked_by: Path | None = None,
+    ) -> ProcessSpec:
         name = f"{kind}-{number}"
         ready = state_dir / "run" / f"{name}.json"
         return ProcessSpec(
@@ -183,7 +192,7 @@ def service_specs(
                 options.python or sys.executable,
                 "-P",
                 "-m",
-                f"services.{kind}",
+                f"services.{module or kind}",
                 f"--id={name}",
                 f"--etcd-endpoints={endpoints}",
                 f"--ready-file={ready}",
@@ -202,9 +211,15 @@ def service_specs(
             },
             probe=file_probe(ready),
             ready_file=ready,
+            forked_by=forked_by,
         )
 
-    specs = [
+    engine_env = {} if options.simulated else _thread_env(options)
+    specs = []
+    if forks is not None:
+        flags = (f"--socket={forks}", *_engine_flags(options))
+        specs.append(spec("forkserver", 0, *flags, env=engine_env, module="worker.forkserver"))
+    specs += [
         spec(
             "router",
             i,
@@ -228,7 +243,8 @@ def service_specs(
             *_engine_flags(options),
             *([f"--kvbm=unix:{caches.socket}"] if caches is not None else []),
             *([f"--role={options.role(i)}", "--transfer=nixl"] if options.apart else []),
-            env={} if options.simulated else _thread_env(options),
+            env=engine_env,
+            forked_by=forks,
         )
         for i, (port, events, metrics) in enumerate(ports.workers)
     ]
@@ -289,6 +305,14 @@ def _engine_flags(options: UpOptions) -> tuple[str, ...]:
     if options.adapters:
         flags.append(f"--adapters={options.adapters}")
     return tuple(flags)
+
+
+def _forks(options: UpOptions) -> bool:
+    """Whether workers are forked from a process that has imported vLLM for all of them."""
+    if options.simulated or options.fork_workers is False:
+        return False
+    # Engines on GPUs live in processes of their own; nobody has tried them here.
+    return options.fork_workers or (options.workers > 1 and not any(g.exists() for g in _GPUS))
 
 
 def _thread_env(options: UpOptions) -> dict[str, str]:

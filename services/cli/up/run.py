@@ -159,8 +159,10 @@ async def run_cluster(
                         specs = service_specs(options, ports, caches)
                         began = time.monotonic()
                         for spec in specs:
-                            if spec.kind == "worker" and (early := _of_kind(specs, "kvbm")):
-                                # Engines find their cache there from the first request on.
+                            if spec.kind == "worker":
+                                # Engines find their cache there from the first request on, and
+                                # whoever forks them has imported what they need.
+                                early = [*_of_kind(specs, "kvbm"), *_of_kind(specs, "forkserver")]
                                 await supervisor.wait_ready(early, options.start_timeout_s)
                             supervisor.start(spec)
                         await supervisor.wait_ready(

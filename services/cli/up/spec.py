@@ -53,6 +53,8 @@ class ProcessSpec:
     """Variables on top of the supervisor's own."""
     ready_file: Path | None = None
     """Removed before each start, so that an older life's word is not taken for the new one's."""
+    forked_by: Path | None = None
+    """Socket of a fork server that starts it sooner; executed where that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,21 @@
 """Keeps processes alive: starts them, sees when they are ready, restarts what dies, stops in order.
 
 It knows nothing of what the processes are; plan.py does. Children die with the supervisor, however
-it dies (launch.py), and lead process groups of their own, so that a Ctrl-C in the terminal reaches
-the supervisor alone.
+it dies (children.py), and lead process groups of their own, so that a Ctrl-C in the terminal
+reaches the supervisor alone.
 """
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from services.cli.config import child_environment
 from services.cli.errors import StartFailed
-from services.cli.up import launch
+from services.cli.up import children
 from services.cli.up.process import ProcessRef, find, send
 from services.cli.up.spec import (
     Backoff,
@@ -158,19 +155,7 @@ class _Keeper:
         if spec.ready_file is not None:
             spec.ready_file.unlink(missing_ok=True)
         with self._log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-S",
-                launch.__file__,
-                str(os.getpid()),
-                *spec.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=child_environment(spec.env),
-                start_new_session=True,
-            )
+            process = await children.start(spec, log)
         ref = find(process.pid)
         self._set(
             state=ProcessState.STOPPING if self._unwanted.is_set() else ProcessState.STARTING,

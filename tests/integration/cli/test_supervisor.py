@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.cli.errors import StartFailed
@@ -96,6 +98,50 @@ async def test_what_dies_is_started_again(tmp_path: Path) -> None:
         assert supervisor.processes[0].state is ProcessState.STOPPED
         assert not alive(second)
     assert (tmp_path / "a.log").read_text() == "hello from serves\n" * 2
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from services.common.forking import listen, serve
+listener = listen(Path(sys.argv[1]))
+print("listens", flush=True)
+request = serve(listener)
+print("forked", flush=True)
+os.execv(request.command[0], request.command)
+"""
+
+
+@pytest.fixture
+def forks(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """The socket of a fork server, and its process."""
+    argv = [sys.executable, "-c", FORKS, str(tmp_path / "forks")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "listens\n"
+        yield tmp_path / "forks", server
+        server.kill()
+
+
+async def test_what_is_forked_is_kept_alike_and_executed_where_nobody_forks(
+    tmp_path: Path, forks: tuple[Path, subprocess.Popen[str]]
+) -> None:
+    seen = Seen()
+    socket, server = forks
+    async with supervise(tmp_path, backoff=QUICK, on_change=seen) as supervisor:
+        supervisor.start(replace(spec(tmp_path), forked_by=socket))
+        await supervisor.wait_ready(["a"], 20)
+        first = ref(supervisor, "a")
+        os.kill(first.pid, signal.SIGKILL)
+        again = await seen.until(lambda v: v.state is ProcessState.READY and v.restarts == 1)
+        assert os.getpgid(again.pid) == again.pid != first.pid
+        server.kill()  # and with it what it has forked
+        last = await seen.until(lambda v: v.state is ProcessState.READY and v.restarts == 2)
+        assert psutil.Process(last.pid).ppid() == os.getpid()
+        await supervisor.stop(["a"], 10)
+    log = (tmp_path / "a.log").read_text()
+    assert log.startswith("forked\nhello from serves\n" * 2 + "forebay: no fork server (")
+    assert log.endswith("); a starts by itself\nhello from serves\n")
 
 
 async def test_without_restart_it_stays_down_until_asked(tmp_path: Path) -> None:

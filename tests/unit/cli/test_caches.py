@@ -100,9 +100,9 @@ def test_free_room_is_asked_of_the_real_machine(tmp_path: Path) -> None:
 
 def test_a_long_state_directory_has_its_socket_elsewhere(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 120)
-    path = socket_path(long)
+    path = socket_path(long, "kvbm-0")
     assert long not in path.parents and len(os.fsencode(path)) <= 100
-    assert path != socket_path(long / "other")
+    assert path != socket_path(long / "other", "kvbm-0")
 
 
 def test_purge_removes_what_we_chose_and_nothing_else(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_commands_carry_what_was_asked_for() -> None:
             otlp_endpoint="http://o:4317",
         )
     )
-    assert list(specs) == ["router-0", "worker-0", "worker-1", "gateway-0"]
+    assert list(specs) == ["forkserver-0", "router-0", "worker-0", "worker-1", "gateway-0"]
     worker = specs["worker-1"].command
     assert worker[1:4] == ("-P", "-m", "services.worker")
     for flag in (
@@ -106,7 +107,8 @@ def test_the_kvbm_comes_before_its_workers_and_both_know_its_socket() -> None:
     caches = Caches(socket="/s/k.sock", cpu_gb=0.5, cpu_dir="/a", disk_gb=1.0, disk_dir="/d")
     given = options(remote_url="s3://bucket/p", remote_endpoint="http://s:1", config="/c.toml")
     specs = by_name(given, caches)
-    assert list(specs) == ["router-0", "kvbm-0", "worker-0", "worker-1", "gateway-0"]
+    names = ["forkserver-0", "router-0", "kvbm-0", "worker-0", "worker-1", "gateway-0"]
+    assert list(specs) == names
     for flag in (
         "--id=kvbm-0",
         "--host=127.0.0.1",
@@ -128,7 +130,35 @@ def test_the_kvbm_comes_before_its_workers_and_both_know_its_socket() -> None:
     without = by_name(given)
     assert "kvbm-0" not in without
     assert not [f for f in without["worker-0"].command if f.startswith("--kvbm")]
-    assert STOP_ORDER.index("worker") < STOP_ORDER.index("kvbm") < STOP_ORDER.index("etcd")
+    places = [STOP_ORDER.index(kind) for kind in ("worker", "forkserver", "kvbm", "etcd")]
+    assert places == sorted(places)
+
+
+def test_several_workers_are_forked_from_one_that_imported_by_their_settings() -> None:
+    specs = by_name(options(engine_args='{"max_num_seqs": 4}'))
+    server, worker = specs["forkserver-0"], specs["worker-1"]
+    assert server.command[1:4] == ("-P", "-m", "services.worker.forkserver")
+    assert f"--socket={worker.forked_by}" in server.command
+    assert "--model=/models/m" in server.command
+    assert '--engine-args={"max_num_seqs": 4}' in server.command
+    assert server.env == worker.env and server.forked_by is None
+    assert specs["router-0"].forked_by is specs["gateway-0"].forked_by is None
+
+
+def test_who_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "forkserver-0" in by_name(options(workers=1, fork_workers=True))
+    for given in (
+        options(workers=1),
+        options(fork_workers=False),
+        options(engine="sim", workers=3),
+    ):
+        specs = by_name(given)
+        assert "forkserver-0" not in specs
+        assert all(s.forked_by is None for s in specs.values())
+    with pytest.raises(UsageError, match="--fork-workers needs real engines"):
+        options(engine="sim", fork_workers=True)
+    monkeypatch.setattr("services.cli.up.plan._GPUS", (Path(__file__),))
+    assert "forkserver-0" not in by_name(options())
 
 
 def test_what_was_not_asked_for_stays_the_services_own() -> None:
@@ -147,8 +177,6 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_etcd_stays_on_loopback(tmp_path: object) -> None:
-    from pathlib import Path
-
     command = etcd_spec(plan_ports(options(host="0.0.0.0")), Path("/state")).command
     assert "--listen-client-urls=http://127.0.0.1:2379" in command
     assert "--data-dir=/state/etcd" in command
