@@ -55,7 +55,7 @@ class Quiet:
 _: type[Reporter] = Quiet
 
 FAKE_SERVICE = '''
-"""Stands where a service would: says ready, answers /ready and the router's ListWorkers."""
+"""Stands where a service would: says ready, answers /ready and the router's ListWorkers, forks."""
 import json, os, sys, threading
 flags = dict(f[2:].split("=", 1) for f in sys.argv[1:] if "=" in f)
 kind = flags["id"].split("-")[0]
@@ -92,11 +92,18 @@ if kind == "router":
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
+if kind == "forkserver":
+    from pathlib import Path
+    from services.common.forking import listen, serve
+    listener = listen(Path(address := flags["socket"]))
 said = {"id": flags["id"], "pid": os.getpid(), "address": address, "incarnation": os.getpid()}
 path = flags["ready-file"]
 with open(path + ".new", "w") as file:
     json.dump(said, file)
 os.replace(path + ".new", path)
+if kind == "forkserver":
+    request = serve(listener)
+    os.execve(request.command[0], request.command, request.env)
 import signal
 signal.pause()
 '''
@@ -156,14 +163,17 @@ async def test_up_serves_and_stops_in_order(tmp_path: Path, fakes: None) -> None
     during = seen[0]
     assert during.phase is Phase.READY
     assert [p.name for p in during.processes] == [
-        "etcd", "router-0", "kvbm-0", "worker-0", "worker-1", "gateway-0",
+        "etcd", "forkserver-0", "router-0", "kvbm-0", "worker-0", "worker-1", "gateway-0",
     ]  # fmt: skip
     assert all(p.state is ProcessState.READY for p in during.processes)
     after = state.load(tmp_path / "state")
     assert after is not None and after.phase is Phase.STOPPED
     assert not any(alive(r) for r in lives(during)[1:])
     stopped = [v.name for v in reporter.views if v.state is ProcessState.STOPPED]
-    assert stopped[:2] == ["gateway-0", "router-0"] and stopped[-2:] == ["kvbm-0", "etcd"]
+    assert stopped[:2] == ["gateway-0", "router-0"]
+    assert stopped[-3:] == ["forkserver-0", "kvbm-0", "etcd"]
+    forked = [(tmp_path / "state" / "logs" / f"worker-{i}.log").read_text() for i in (0, 1)]
+    assert forked == ["", ""]  # else it would say that it starts by itself
 
 
 def test_cached_blocks_outlive_the_cluster_until_purged(tmp_path: Path, fakes: None) -> None:
@@ -263,7 +273,7 @@ def test_detach_kill_revive_status_down(tmp_path: Path, fakes: None) -> None:
         assert found is not None and found.phase is Phase.READY
         assert all(alive(r) for r in lives(found))
         assert {v.name for v in reporter.views if v.state is ProcessState.READY} == {
-            "etcd", "router-0", "kvbm-0", "worker-0", "worker-1", "gateway-0",
+            "etcd", "forkserver-0", "router-0", "kvbm-0", "worker-0", "worker-1", "gateway-0",
         }  # fmt: skip
         with pytest.raises(StateError, match="already running"):
             daemon.start_daemon(given, Quiet())
@@ -276,6 +286,7 @@ def test_detach_kill_revive_status_down(tmp_path: Path, fakes: None) -> None:
         assert text["ok"] is False
         by_name = {p["name"]: p for p in text["processes"]}
         assert by_name["worker-0"]["state"] == "down" and by_name["etcd"]["serving"] is True
+        assert by_name["forkserver-0"]["serving"] is True
         assert by_name["gateway-0"]["serving"] is True
 
         os.kill(found.supervisor.pid, signal.SIGHUP)
@@ -377,7 +388,7 @@ def test_ctrl_c_stops_all_in_order(tmp_path: Path, fakes: None) -> None:
     assert process.returncode == 0
     assert "Traceback" not in rest
     order = [line.split()[0] for line in rest.splitlines() if " stopped" in line]
-    assert order[0] == "gateway-0" and order[-2:] == ["kvbm-0", "etcd"] and len(order) == 6
+    assert order[0] == "gateway-0" and order[-2:] == ["kvbm-0", "etcd"] and len(order) == 7
     assert not any(alive(r) for r in lives(found))
 
 
