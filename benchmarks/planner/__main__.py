@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.planner.loads import LOADS, Load
 from benchmarks.planner.measure import Kept, kept
 from benchmarks.planner.model import Hardware
 from benchmarks.planner.run import Cluster, Outcome, Planning, split
+from benchmarks.planner.show import PLANNER, show
 from services.planner.core.targets import Targets
 from services.router.replay.trace import TraceError, TraceRequest
-
-PLANNER = "planner"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -77,26 +75,6 @@ def measure(load: Load, requests: list[TraceRequest], o: argparse.Namespace) -> 
 
 def _row(found: Kept, outcome: Outcome) -> dict[str, Any]:
     return {**asdict(found), "moves": outcome.moves}
-
-
-def show(name: str, found: dict[str, Any]) -> Table:
-    """One load, for people."""
-    t = found["targets"]
-    table = Table(
-        title=f"{name}: {found['requests']} requests; first token {t['ttft_s']:g} s, "
-        f"between tokens {t['itl_s'] * 1e3:g} ms, for {t['quantile']:.0%}"
-    )
-    table.add_column("prefill workers")
-    for column in ("windows with both", "first token", "between tokens", "requests with both"):
-        table.add_column(column, justify="right")
-    table.add_column("moves", justify="right")
-    for split_name, row in found["rows"].items():
-        style = "bold" if split_name in (PLANNER, found["best_fixed"]) else None
-        cells = (
-            f"{row[key]:.1%}" for key in ("windows", "ttft_windows", "itl_windows", "requests")
-        )
-        table.add_row(split_name, *cells, str(row["moves"]), style=style)
-    return table
 
 
 def main(argv: list[str]) -> int:

@@ -84,3 +84,21 @@ def test_no_model_is_named(arguments: Any, tmp_path: Path) -> None:
     for model, word in ((tmp_path, "no config.json"), (tmp_path / "no", "no such folder")):
         with pytest.raises(EngineStartError, match=word):
             arguments.engine_config(settings(model), [], None, {})
+
+
+def test_a_model_s_first_start_needs_no_second_import_of_vllm(
+    arguments: Any, tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVEventsConfig
+    from vllm.model_executor.models import registry
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("vLLM looks at the model in another process")
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # where it notes what it has seen
+    monkeypatch.setattr(registry.subprocess, "run", refused)
+    registry._try_inspect_model_cls.cache_clear()
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    config = arguments.engine_config(settings(tiny_model_path), [], events, {})
+    assert config.model_config.architecture == "Qwen3ForCausalLM"
+    assert list((tmp_path / "modelinfos").iterdir())

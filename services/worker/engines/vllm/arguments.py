@@ -17,6 +17,7 @@ import vllm
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
@@ -97,6 +98,8 @@ def engine_config(
         arguments["kv_transfer_config"] = connectors(settings, cpu)
     if settings.kv_cache_gb is not None:
         arguments.setdefault("kv_cache_memory_bytes", int(settings.kv_cache_gb * (1 << 30)))
+    if cpu:
+        _look_at_models_here()
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, OSError, NotImplementedError, VLLMClientError) as exc:
@@ -110,6 +113,15 @@ def engine_config(
     if cpu and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = _default_kv_bytes(config)
     return config
+
+
+def _look_at_models_here() -> None:
+    """Has vLLM look at a model's class in this process.
+
+    At the first start of each kind of model it does so in one of its own, which imports all of vLLM
+    again (20 s), lest CUDA be initialised here. Without CUDA there is nothing to be spared.
+    """
+    registry._run_in_subprocess = lambda look: look()  # noqa: SLF001 - it has no other switch
 
 
 def connectors(settings: WorkerSettings, cpu: bool) -> KVTransferConfig:
