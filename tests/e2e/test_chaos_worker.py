@@ -19,7 +19,7 @@ from tests.support.client import (
     stream,
 )
 from tests.support.cluster import MODEL, Cluster
-from tests.support.polling import until
+from tests.support.polling import PROGRESS_S, until
 from tests.support.words import prose
 
 pytestmark = pytest.mark.chaos
@@ -70,7 +70,7 @@ async def start_streams(
             else 0
         )
 
-    await until(least, lambda n: n >= 8, within_s=30, what="tokens of every stream")
+    await until(least, lambda n: n >= 8, within_s=PROGRESS_S, what="tokens of every stream")
     assert not any(t.done() for t in tasks), "streams must be long enough for the test"
     return tasks, [live[i] for i in range(len(bodies))]
 

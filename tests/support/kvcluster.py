@@ -23,7 +23,7 @@ from services.common.rpc.channel import open_channel
 from tests.support.client import WorkerClient, metric
 from tests.support.cluster import MODEL, Cluster, EtcdServer
 from tests.support.etcd import free_port
-from tests.support.polling import until
+from tests.support.polling import PROGRESS_S, until
 
 BLOCK = 32
 G2, G3, G4 = common_pb2.TIER_G2, common_pb2.TIER_G3, common_pb2.TIER_G4
@@ -186,7 +186,9 @@ class KvCluster:
             await self.ask_all(workers, gone)
             return len(gone)
 
-        await until(lost, lambda n: n == 0, within_s=30, what="all blocks saved", every_s=0.2)
+        await until(
+            lost, lambda n: n == 0, within_s=PROGRESS_S, what="all blocks saved", every_s=0.2
+        )
 
     async def at_rest(self) -> None:
         """Waits until no lease is held and nothing is quarantined."""
@@ -212,7 +214,10 @@ class KvCluster:
             # What it had not told of a former daemon's life comes with the first step.
             await self._saves(name)
             await until(
-                lambda n=name: self._saves(n), within_s=30, what=f"saves of {name}", every_s=0.1
+                lambda n=name: self._saves(n),
+                within_s=PROGRESS_S,
+                what=f"saves of {name}",
+                every_s=0.1,
             )
 
     async def _saves(self, worker: str) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+PROGRESS_S = 180.0
+"""Longest wait for work that is promised to be done, but not how fast: machines differ."""
 
 
 async def until(

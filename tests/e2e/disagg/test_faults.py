@@ -10,7 +10,7 @@ from tests.support.apart import REQUESTS, ask, body, check, expected_of, forget,
 from tests.support.client import WorkerClient, metric
 from tests.support.cluster import Cluster
 from tests.support.pairs import Pairs
-from tests.support.polling import until
+from tests.support.polling import PROGRESS_S, until
 
 
 async def taken(cluster: Cluster) -> int:
@@ -43,7 +43,11 @@ async def test_kill_the_prefill_worker(
     before = await taken(cluster)
     tasks = start(client, bodies)
     await until(
-        lambda: taken(cluster), lambda n: n > before, within_s=30, what="a transfer", every_s=0.005
+        lambda: taken(cluster),
+        lambda n: n > before,
+        within_s=PROGRESS_S,
+        what="a transfer",
+        every_s=0.005,
     )
     cluster[P].kill()
     check(await asyncio.gather(*tasks), expected)
@@ -60,7 +64,11 @@ async def test_kill_a_decode_worker(
     before = await taken(cluster)
     tasks = start(client, bodies)
     await until(
-        lambda: taken(cluster), lambda n: n > before, within_s=30, what="a transfer", every_s=0.005
+        lambda: taken(cluster),
+        lambda n: n > before,
+        within_s=PROGRESS_S,
+        what="a transfer",
+        every_s=0.005,
     )
     cluster[D0].kill()
     check(await asyncio.gather(*tasks), expected)
@@ -79,7 +87,11 @@ async def test_a_worker_stops_and_goes_on(
     before = await taken(cluster)
     tasks = start(client, bodies)
     await until(
-        lambda: taken(cluster), lambda n: n > before, within_s=30, what="a transfer", every_s=0.005
+        lambda: taken(cluster),
+        lambda n: n > before,
+        within_s=PROGRESS_S,
+        what="a transfer",
+        every_s=0.005,
     )
     cluster[victim].freeze()
     try:
@@ -103,7 +115,9 @@ async def test_clients_that_leave(
         await until(prefill.requests, within_s=10, what="a prefill", every_s=0.005)
         for task in tasks[: REQUESTS // 2]:
             task.cancel()
-        await until(lambda: taken(cluster), lambda n: n > before, within_s=30, what="a transfer")
+        await until(
+            lambda: taken(cluster), lambda n: n > before, within_s=PROGRESS_S, what="a transfer"
+        )
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -147,7 +161,7 @@ async def test_roles_change_under_load(cluster: Cluster, client: httpx.AsyncClie
                 async def more(seen: int = seen) -> bool:
                     return served >= seen + 2
 
-                await until(more, within_s=60, what="requests served between two flips")
+                await until(more, within_s=PROGRESS_S, what="requests served between two flips")
             await worker.stub.SetRole(
                 worker_pb2.SetRoleRequest(role=common_pb2.ROLE_DECODE), timeout=5
             )

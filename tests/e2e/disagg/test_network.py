@@ -20,7 +20,7 @@ from tests.support.cluster import Cluster
 from tests.support.etcd import Etcd
 from tests.support.netns import Link, two_hosts
 from tests.support.pairs import Pairs
-from tests.support.polling import until
+from tests.support.polling import PROGRESS_S, until
 
 pytestmark = pytest.mark.chaos
 
@@ -107,7 +107,11 @@ async def test_the_link_is_cut_and_heals(
     before = await taken(cluster)
     tasks = start(client, first)
     await until(
-        lambda: taken(cluster), lambda n: n > before, within_s=30, what="a transfer", every_s=0.005
+        lambda: taken(cluster),
+        lambda n: n > before,
+        within_s=PROGRESS_S,
+        what="a transfer",
+        every_s=0.005,
     )
     link.cut()
     logged = cluster[D].log_size()

@@ -15,7 +15,7 @@ from tests.e2e.disagg.conftest import D0, D1, P
 from tests.support.apart import ask
 from tests.support.client import RouterClient, WorkerClient, chat_body, metric
 from tests.support.cluster import MODEL, SEQUENCES, Cluster
-from tests.support.polling import until
+from tests.support.polling import PROGRESS_S, until
 from tests.support.words import prose
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -81,7 +81,7 @@ async def test_roles_follow_the_load(cluster: Cluster, client: httpx.AsyncClient
                 await until(
                     prefillers,
                     lambda n, wanted=wanted: n == wanted,
-                    within_s=90,
+                    within_s=PROGRESS_S,
                     what=f"{wanted} workers that prefill",
                     every_s=0.2,
                 )

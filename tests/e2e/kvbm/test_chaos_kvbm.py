@@ -21,7 +21,7 @@ from tests.support.kvcluster import BLOCK, G2, Answer, KvCluster, prompt
 from tests.support.kvdamage import DiskRecords, arena_records
 from tests.support.kvload import Tokens, load, references
 from tests.support.kvrest import abandoned, nothing_is_left, shared_memory
-from tests.support.polling import until
+from tests.support.polling import PROGRESS_S, until
 
 pytestmark = pytest.mark.chaos
 
@@ -94,7 +94,7 @@ async def filled(kv: KvCluster) -> None:
     async def held() -> int:
         return sum(t.blocks for t in (await kv.stats()).tiers if t.tier == G2)
 
-    await until(held, lambda n: n > 250, within_s=30, what="blocks in memory", every_s=0.1)
+    await until(held, lambda n: n > 250, within_s=PROGRESS_S, what="blocks in memory", every_s=0.1)
 
 
 async def hits(kv: KvCluster, worker: str, expected: list[Tokens]) -> None:
@@ -222,7 +222,7 @@ async def test_an_engine_is_frozen_while_it_saves(
                 return await kv.counter("removed_blocks_g2") - evicted
 
             # As many as memory has, and longer than leases and calls last.
-            await until(reused, lambda n: n > 500, within_s=60, what="reuse of memory")
+            await until(reused, lambda n: n > 500, within_s=PROGRESS_S, what="reuse of memory")
             await asyncio.sleep(max(0.0, LONGEST_S - (time.monotonic() - began)))
         assert running.wrong == [] and running.failed == []
         await until(leases, lambda n: n == 0, within_s=10, what="leases expired")

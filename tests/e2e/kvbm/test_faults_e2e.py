@@ -22,7 +22,7 @@ from tests.support.faultfs import can_mount, fault_fs
 from tests.support.kvcluster import BLOCK, G2, G3, G4, KvCluster, prompt
 from tests.support.kvload import Tokens, load, references
 from tests.support.kvrest import nothing_is_left
-from tests.support.polling import until
+from tests.support.polling import PROGRESS_S, until
 from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, Link, shared_server
 
 pytestmark = pytest.mark.chaos
@@ -108,7 +108,7 @@ async def filled(kv: KvCluster, tier: int, blocks: int = 32) -> None:
     async def held() -> int:
         return next(t.blocks for t in (await kv.stats()).tiers if t.tier == tier)
 
-    await until(held, lambda n: n >= blocks, within_s=30, what=f"blocks in {TIERS[tier]}")
+    await until(held, lambda n: n >= blocks, within_s=PROGRESS_S, what=f"blocks in {TIERS[tier]}")
 
 
 async def healthy(kv: KvCluster, tier: int, wanted: bool, within_s: float = 20) -> None:
