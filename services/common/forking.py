@@ -134,9 +134,8 @@ class _Server:
     def run(self) -> Request:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing wakes the loop
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        with (
-            selectors.SelectSelector() as selector
-        ):  # it holds no descriptor that a child would get
+        # This kind holds no descriptor that children would get.
+        with selectors.SelectSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._awake, selectors.EVENT_READ)
             while True:
