@@ -129,8 +129,8 @@ def up(
     fork_workers: Annotated[
         bool | None,
         _option(
-            "Fork workers from a process that has imported vLLM: each starts in 2 s; default: with "
-            "several on CPUs."
+            "Fork workers from a process that has imported vLLM, so that they start sooner; "
+            "default: with several on CPUs."
         ),
     ] = None,
     settings: Annotated[

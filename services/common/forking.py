@@ -157,12 +157,12 @@ class _Server:
             request = msgspec.json.decode(said, type=Request)
             if len(outputs) != 1:
                 raise ValueError("a request comes with one file")
-        except (OSError, ValueError):
+            pid = os.fork()
+        except (OSError, ValueError):  # no request, or no room for a process
             for output in outputs:
                 os.close(output)
             connection.close()
             return None
-        pid = os.fork()
         if not pid:
             connection.close()
             self._become(request, outputs[0])

@@ -102,8 +102,8 @@ class UpOptions:
     python: str = ""
     """Interpreter that runs the services; empty: the one that runs us."""
     fork_workers: bool | None = None
-    """Whether one process imports vLLM for all workers, which are forked from it and so start in
-    two seconds; None: with several workers on CPUs.
+    """Whether one process imports vLLM for all workers, which are forked from it and so start
+    sooner; None: with several workers on CPUs.
     """
     restart: bool = True
     """Whether what dies is started again."""

@@ -100,6 +100,20 @@ async def test_children_die_with_the_server(server: subprocess.Popen[str], tmp_p
     await until(left, lambda rest: not rest, within_s=5, what="end of the children")
 
 
+def test_where_no_more_processes_fit_the_others_live_on(tmp_path: Path) -> None:
+    once = "import errno, os\nfork, failed = os.fork, []\n"
+    once += "def full():\n    if failed: return fork()\n"
+    once += "    failed.append(1); raise OSError(errno.EAGAIN, 'full')\nos.fork = full\n"
+    argv = [sys.executable, "-c", once + SERVER, str(tmp_path / "socket")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listens\n"
+        with pytest.raises(ForkFailed):
+            start(tmp_path, WAIT)
+        assert end(start(tmp_path, "sys.exit(7)")) == 7
+        process.kill()
+
+
 def send(path: Path, messages: Sequence[bytes], files: int) -> bytes:
     """What a fork server answers to this."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
