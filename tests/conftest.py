@@ -21,6 +21,19 @@ LOGS = pytest.StashKey[Callable[[], list[tuple[str, str]]]]()
 """On an item: gives (title, text) sections for its report when it fails."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Generator[None]:
+    """What a module's tests do to the environment ends with them.
+
+    vLLM preloads an OpenMP library into all processes that are started after it looked at a
+    configuration: engines of later modules would compute with a thread for each core.
+    """
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path() -> Path:
     """Folder of the tiny random model."""

@@ -9,11 +9,14 @@ from services.common import lifecycle
 from services.common.telemetry.logging import setup_logging
 from services.worker import app, simulated
 from services.worker.config import WorkerSettings
+from services.worker.engines.vllm.environment import restart_for_threads
 
 
 def main() -> int:
     """Reads the settings, serves until told to stop, returns the exit code."""
     settings = WorkerSettings.load_or_exit()
+    if settings.engine == "vllm":
+        restart_for_threads(settings)
     logging.captureWarnings(True)
     setup_logging(settings.service, level=settings.log_level, fmt=settings.log_format)
     serve = simulated.main if settings.engine == "sim" else app.main

@@ -22,7 +22,12 @@ from services.common.lifecycle import Lifecycle
 from services.common.settings import settings_config
 from services.common.telemetry.logging import get_logger, setup_logging
 from services.worker.config import WorkerSettings
-from services.worker.engines.vllm.environment import at_import, mode_of, prepare
+from services.worker.engines.vllm.environment import (
+    at_import,
+    mode_of,
+    prepare,
+    restart_for_threads,
+)
 
 log = get_logger(__name__)
 
@@ -42,6 +47,7 @@ def main() -> int:
     # Threads would be lost in the children, and what they hold stay locked. Before numpy's import.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     settings = ForkServerSettings.load_or_exit()
+    restart_for_threads(settings)
     setup_logging(settings.service, level=settings.log_level, fmt=settings.log_format)
     listener = listen(Path(settings.socket))
     mode = prepare(settings)
@@ -78,6 +84,7 @@ def _work(request: Request, imported: dict[str, str] | None) -> int:
         or at_import(settings, mode_of(settings)) != imported
     ):
         os.execv(command[0], command)
+    os.environ.update(imported)
     from services.worker.__main__ import main as run
 
     return run()

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,17 @@ log = get_logger(__name__)
 
 
 Mode = Literal["inprocess", "async"]
+
+
+def restart_for_threads(settings: WorkerSettings) -> None:
+    """Executes this process anew where an OpenMP library was preloaded, as vLLM advises, and has
+    another number of threads: it was read before anybody could set it. Its threads wait for each
+    other busily, so one too many takes a whole core from other engines.
+    """
+    threads = str(settings.threads)
+    if "omp" in os.environ.get("LD_PRELOAD", "") and os.environ.get("OMP_NUM_THREADS") != threads:
+        os.environ["OMP_NUM_THREADS"] = threads
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def prepare(settings: WorkerSettings) -> Mode:
